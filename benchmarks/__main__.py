@@ -1,0 +1,24 @@
+"""`python -m benchmarks NAME`: runs one benchmark."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import step
+
+BENCHMARKS = {"step": step}
+
+
+def main() -> None:
+    """Parses the command line and runs the benchmark it names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name, module in BENCHMARKS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))
+    arguments = parser.parse_args()
+    BENCHMARKS[arguments.benchmark].main(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Block denoising: unmask rules, the step and block programs, whole generations."""

@@ -1,0 +1,21 @@
+"""Unmask rules: which masked positions of a block are committed after a forward pass.
+
+A rule is one file with one class and one line in `RULES`. The decoding loop knows only the
+`UnmaskRule` protocol.
+"""
+
+from herald_jax.decoding.rules.base import BlockView, UnmaskRule, most_confident, quota
+from herald_jax.decoding.rules.entropy_bounded import EntropyBounded
+from herald_jax.decoding.rules.low_confidence_dynamic import LowConfidenceDynamic
+from herald_jax.decoding.rules.low_confidence_static import LowConfidenceStatic
+from herald_jax.decoding.rules.sequential import Sequential
+
+RULES: dict[str, type[UnmaskRule]] = {
+    "low_confidence_static": LowConfidenceStatic,
+    "low_confidence_dynamic": LowConfidenceDynamic,
+    "sequential": Sequential,
+    "entropy_bounded": EntropyBounded,
+}
+"""Strategy name in `SamplingParams` -> rule."""
+
+__all__ = ["RULES", "BlockView", "UnmaskRule", "most_confident", "quota"]

@@ -1,0 +1,134 @@
+"""The passes of one block: denoising steps until nothing is masked, then the commit pass.
+
+Masked-ness is a boolean array beside the ids and never a comparison with the mask id, so a
+prompt may hold the mask id and keeps it. The keys and values of a block enter the cache only
+from the commit pass, which runs on the finished tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from herald_jax.cache.dense import DenseCache
+from herald_jax.decoding.propose import ProposalSpec, RowOptions, propose, suppress
+from herald_jax.decoding.rules import BlockView, UnmaskRule, most_confident, quota
+from herald_jax.models.decoder import Decoder
+
+
+class DecodingOptions(NamedTuple):
+    """What decides a row's tokens besides its logits."""
+
+    rule: UnmaskRule
+    rows: RowOptions
+    seeds: UInt32[Array, " R"]
+
+
+class BlockState(NamedTuple):
+    """The running block of each row.
+
+    `index` is the block's place on the absolute grid: it covers positions index * B to
+    (index + 1) * B - 1. `unmask_steps` is -1 where no token was generated.
+    """
+
+    index: Int[Array, " R"]
+    tokens: Int[Array, "R B"]
+    is_masked: Bool[Array, "R B"]
+    unmask_steps: Int[Array, "R B"]
+    confidences: Float[Array, "R B"]
+    logprobs: Float[Array, "R B"]
+    steps: Int[Array, " R"]
+
+    @classmethod
+    def start(
+        cls, index: Int[Array, " R"], tokens: Int[Array, "R B"], is_masked: Bool[Array, "R B"]
+    ) -> BlockState:
+        """A block before its first step; positions that are not masked are kept as given."""
+        return cls(
+            index=index,
+            tokens=tokens,
+            is_masked=is_masked,
+            unmask_steps=jnp.full(tokens.shape, -1, jnp.int32),
+            confidences=jnp.zeros(tokens.shape, jnp.float32),
+            logprobs=jnp.zeros(tokens.shape, jnp.float32),
+            steps=jnp.zeros(index.shape, jnp.int32),
+        )
+
+    @property
+    def starts(self) -> Int[Array, " R"]:
+        """First position of each row's block, which is also the length of its prefix."""
+        return self.index * self.tokens.shape[1]
+
+    @property
+    def positions(self) -> Int[Array, "R B"]:
+        """Absolute position of every token of the block."""
+        return self.starts[:, None] + jnp.arange(self.tokens.shape[1])
+
+
+def prefill_chunk(
+    decoder: Decoder, cache: DenseCache, tokens: Int[Array, "R C"], start: Int[Array, ""]
+) -> DenseCache:
+    """The cache after a chunk of whole prompt blocks that starts at `start` in all rows."""
+    positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+    attend = cache.prefill_attend(start, decoder.config.block_length)
+    _, fresh = decoder(tokens, positions, attend)
+    return cache.append_chunk(fresh, start)
+
+
+def denoise_step(
+    decoder: Decoder,
+    cache: DenseCache,
+    state: BlockState,
+    options: DecodingOptions,
+    spec: ProposalSpec,
+) -> BlockState:
+    """The blocks after one forward pass; rows without masked positions do not change."""
+    config = decoder.config
+    inputs = jnp.where(state.is_masked, config.mask_token_id, state.tokens)
+    hidden, _ = decoder(inputs, state.positions, cache.block_attend(state.starts))
+    logits = suppress(decoder.logits(hidden), config)
+    rows = options.rows
+    proposal = propose(logits, rows, spec, options.seeds, state.index, state.steps)
+    owed = quota(state.steps, rows.denoising_steps, config.block_length)
+    view = BlockView(state.is_masked, proposal.confidence, proposal.entropy, owed)
+    chosen = options.rule(view) & state.is_masked
+    fallback = most_confident(proposal.confidence, state.is_masked, jnp.ones_like(owed))
+    chosen = jnp.where(chosen.any(-1, keepdims=True), chosen, fallback)
+    return BlockState(
+        index=state.index,
+        tokens=jnp.where(chosen, proposal.tokens, state.tokens),
+        is_masked=state.is_masked & ~chosen,
+        unmask_steps=jnp.where(chosen, state.steps[:, None], state.unmask_steps),
+        confidences=jnp.where(chosen, proposal.confidence, state.confidences),
+        logprobs=jnp.where(chosen, proposal.logprob, state.logprobs),
+        steps=state.steps + state.is_masked.any(-1),
+    )
+
+
+def commit_block(
+    decoder: Decoder, cache: DenseCache, state: BlockState, is_active: Bool[Array, " R"]
+) -> DenseCache:
+    """The cache with the finished blocks of the active rows appended."""
+    _, fresh = decoder(state.tokens, state.positions, cache.block_attend(state.starts))
+    return cache.append_blocks(fresh, state.starts, is_active)
+
+
+def decode_block(
+    decoder: Decoder,
+    cache: DenseCache,
+    state: BlockState,
+    is_active: Bool[Array, " R"],
+    options: DecodingOptions,
+    spec: ProposalSpec,
+) -> tuple[DenseCache, BlockState]:
+    """One whole block of every active row: all its denoising steps and the commit pass."""
+    state = state._replace(is_masked=state.is_masked & is_active[:, None])
+    state = lax.while_loop(
+        lambda state: state.is_masked.any(),
+        lambda state: denoise_step(decoder, cache, state, options, spec),
+        state,
+    )
+    return commit_block(decoder, cache, state, is_active), state

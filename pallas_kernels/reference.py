@@ -1,0 +1,116 @@
+"""Plain-JAX attention: the meaning of every kernel, and the path on machines without one.
+
+Shape letters: R rows, Q queries of a block or chunk, S cache slots, H query heads, K KV
+heads, G = H / K, D head size. The cache is head-major, [R, K, S, D]; fresh keys and values of
+the running block or chunk come as the projections leave them, [R, Q, K, D]. Scores, softmax
+and accumulation are fp32 whatever the storage dtype.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+PREFIX_TILE = 1024
+"""Cache slots that `prefill_attention` scores at a time."""
+
+
+def _group(q: Float[Array, "R Q H D"], num_kv_heads: int) -> Float[Array, "R K G Q D"]:
+    """Splits query heads by the KV head they read and scales by D^-0.5."""
+    rows, queries, heads, dim = q.shape
+    grouped = q.reshape(rows, queries, num_kv_heads, heads // num_kv_heads, dim)
+    return grouped.transpose(0, 2, 3, 1, 4) * jnp.asarray(dim**-0.5, q.dtype)
+
+
+def _ungroup(out: Float[Array, "R K G Q D"], dtype: jnp.dtype) -> Float[Array, "R Q H D"]:
+    rows, kv_heads, group, queries, dim = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, queries, kv_heads * group, dim).astype(dtype)
+
+
+def _scores(q: Float[Array, "R K G Q D"], k: Float[Array, "R K N D"]) -> Float[Array, "R K G Q N"]:
+    return jnp.einsum("rkgqd,rknd->rkgqn", q, k, preferred_element_type=jnp.float32)
+
+
+def _weighted(p: Float[Array, "R K G Q N"], v: Float[Array, "R K N D"]) -> jax.Array:
+    return jnp.einsum("rkgqn,rknd->rkgqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def block_attention(
+    q: Float[Array, "R Q H D"],
+    k_prefix: Float[Array, "R K S D"],
+    v_prefix: Float[Array, "R K S D"],
+    prefix_lengths: Int[Array, " R"],
+    k_block: Float[Array, "R Q K D"],
+    v_block: Float[Array, "R Q K D"],
+) -> Float[Array, "R Q H D"]:
+    """Attention of one block of each row over that row's finished prefix and the block itself.
+
+    Every query sees the first `prefix_lengths[r]` cache slots of its row and all positions
+    of its own block, under one softmax.
+    """
+    queries = _group(q, k_prefix.shape[1])
+    is_visible = jnp.arange(k_prefix.shape[2]) < prefix_lengths[:, None]
+    prefix = _scores(queries, k_prefix)
+    prefix = jnp.where(is_visible[:, None, None, None, :], prefix, -jnp.inf)
+    block = _scores(queries, k_block.transpose(0, 2, 1, 3))
+    top = jnp.maximum(prefix.max(-1), block.max(-1))[..., None]
+    prefix, block = jnp.exp(prefix - top), jnp.exp(block - top)
+    total = prefix.sum(-1) + block.sum(-1)
+    out = _weighted(prefix, v_prefix) + _weighted(block, v_block.transpose(0, 2, 1, 3))
+    return _ungroup(out / total[..., None], q.dtype)
+
+
+def _online_update(carry: tuple, scores: jax.Array, v: jax.Array) -> tuple:
+    """Adds one tile of keys to a running softmax (max, sum, weighted values)."""
+    top, total, out = carry
+    new_top = jnp.maximum(top, scores.max(-1))
+    # A query that has seen no key yet keeps -inf as its maximum; exp(-inf - -inf) is NaN.
+    shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+    decay = jnp.exp(top - shift)
+    weights = jnp.exp(scores - shift[..., None])
+    out = out * decay[..., None] + _weighted(weights, v)
+    return new_top, total * decay + weights.sum(-1), out
+
+
+def prefill_attention(
+    q: Float[Array, "R Q H D"],
+    k_prefix: Float[Array, "R K S D"],
+    v_prefix: Float[Array, "R K S D"],
+    prefix_length: Int[Array, ""],
+    k_chunk: Float[Array, "R Q K D"],
+    v_chunk: Float[Array, "R Q K D"],
+    block_length: int,
+) -> Float[Array, "R Q H D"]:
+    """Block-causal attention of a chunk of whole blocks over the cache so far and itself.
+
+    All rows stand at the same position: the chunk starts at `prefix_length`, a multiple of
+    `block_length`, and sees every cache slot before it. Within the chunk a query sees its
+    own block and the blocks before it. Tiles past the prefix are not visited, so the cost
+    follows the text and not the capacity of the cache.
+    """
+    queries = _group(q, k_prefix.shape[1])
+    rows, kv_heads, slots, dim = k_prefix.shape
+    tile = min(PREFIX_TILE, slots)
+    chunk_block = jnp.arange(q.shape[1]) // block_length
+    is_visible: Bool[Array, "Q Q"] = chunk_block[None, :] <= chunk_block[:, None]
+    own = jnp.where(is_visible, _scores(queries, k_chunk.transpose(0, 2, 1, 3)), -jnp.inf)
+    stats = own.shape[:-1]
+    carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros((*stats, dim)))
+    carry = _online_update(carry, own, v_chunk.transpose(0, 2, 1, 3))
+
+    def visit(index: jax.Array, carry: tuple) -> tuple:
+        # The last tile is moved back to stay inside the cache; slots that an earlier tile
+        # covered are then masked.
+        start = jnp.minimum(index * tile, slots - tile)
+        size = (rows, kv_heads, tile, dim)
+        k = lax.dynamic_slice(k_prefix, (0, 0, start, 0), size)
+        v = lax.dynamic_slice(v_prefix, (0, 0, start, 0), size)
+        position = start + jnp.arange(tile)
+        is_new = (position >= index * tile) & (position < prefix_length)
+        return _online_update(carry, jnp.where(is_new, _scores(queries, k), -jnp.inf), v)
+
+    tiles = (prefix_length + tile - 1) // tile
+    _, total, out = lax.fori_loop(0, tiles, visit, carry)
+    return _ungroup(out / total[..., None], q.dtype)
