@@ -11,8 +11,8 @@ from typing import Any
 
 import flax
 import jax
-import jaxlib
 import numpy as np
+from jaxlib import version as jaxlib_version
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": jaxlib_version.__version__,
             "flax": flax.__version__,
             "numpy": np.__version__,
         },

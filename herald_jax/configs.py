@@ -116,6 +116,13 @@ class ModelConfig:
                 self.tokenizer_vocab_size,
                 f"in [1, vocab_size={self.vocab_size}]",
             )
+        tokens = self.tokenizer_vocab_size or self.vocab_size
+        require(
+            tokens > (self.mask_token_id < tokens),
+            "tokenizer_vocab_size" if self.tokenizer_vocab_size else "vocab_size",
+            tokens,
+            "large enough for one id besides the mask id",
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -76,10 +76,12 @@ class SamplingParams:
         if self.seed is not None:
             require_int("seed", self.seed, 0)
             require(self.seed <= MAX_SEED, "seed", self.seed, f"at most {MAX_SEED}")
-        object.__setattr__(self, "stop", _as_tuple("stop", self.stop or (), str))
+        stops = () if self.stop is None else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stops, str))
         for text in self.stop or ():
             require(text != "", "stop", self.stop, "made of strings that are not empty")
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids or (), int)
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = _as_tuple("stop_token_ids", given, int)
         object.__setattr__(self, "stop_token_ids", ids)
         for token_id in ids:
             require_int("stop_token_ids", token_id, 0)

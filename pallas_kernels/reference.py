@@ -1,9 +1,10 @@
 """Plain-JAX attention: the meaning of every kernel, and the path on machines without one.
 
 Shape letters: R rows, Q queries of a block or chunk, S cache slots, H query heads, K KV
-heads, G = H / K, D head size. The cache is head-major, [R, K, S, D]; fresh keys and values of
-the running block or chunk come as the projections leave them, [R, Q, K, D]. Scores, softmax
-and accumulation are fp32 whatever the storage dtype.
+heads, G = H / K, D head size; M slots, W pages of a table, N pages of a pool. The cache is
+head-major, [R, K, S, D]; fresh keys and values of the running block or chunk come as the
+projections leave them, [R, Q, K, D]. Scores, softmax and accumulation are fp32 whatever the
+storage dtype.
 """
 
 from __future__ import annotations
@@ -114,3 +115,44 @@ def prefill_attention(
     tiles = (prefix_length + tile - 1) // tile
     _, total, out = lax.fori_loop(0, tiles, visit, carry)
     return _ungroup(out / total[..., None], q.dtype)
+
+
+def paged_attention(
+    q: Float[Array, "M B H D"],
+    k_pages: Float[Array, "N K page D"],
+    v_pages: Float[Array, "N K page D"],
+    tables: Int[Array, "M W"],
+    lengths: Int[Array, " M"],
+) -> Float[Array, "M B H D"]:
+    """Attention of one block a slot over the first `lengths[m]` tokens of its page table.
+
+    The block's own keys and values are in its pages already. Tiles of pages past the longest
+    slot are not visited; a tile that a slot does not reach leaves its result bit for bit as
+    it was, so a slot's result does not depend on how long its neighbours are. A slot of
+    length 0 gives zeros.
+    """
+    queries = _group(q, k_pages.shape[1])
+    slots, width = tables.shape
+    _, kv_heads, page_tokens, dim = k_pages.shape
+    pages = min(max(PREFIX_TILE // page_tokens, 1), width)
+    tile = pages * page_tokens
+    stats = queries.shape[:-1]
+    carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros((*stats, dim)))
+    # Whole tiles only: the table is filled up with its last page, whose tokens are then masked.
+    padding = -width % pages
+    tables = jnp.pad(tables, ((0, 0), (0, padding)), mode="edge")
+
+    def visit(index: jax.Array, carry: tuple) -> tuple:
+        ids = lax.dynamic_slice(tables, (0, index * pages), (slots, pages))
+
+        def gather(pool: jax.Array) -> jax.Array:
+            picked = pool[ids].transpose(0, 2, 1, 3, 4)
+            return picked.reshape(slots, kv_heads, tile, dim)
+
+        is_visible = index * tile + jnp.arange(tile) < lengths[:, None]
+        scores = _scores(queries, gather(k_pages))
+        scores = jnp.where(is_visible[:, None, None, None, :], scores, -jnp.inf)
+        return _online_update(carry, scores, gather(v_pages))
+
+    _, total, out = lax.fori_loop(0, (lengths.max() + tile - 1) // tile, visit, carry)
+    return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)

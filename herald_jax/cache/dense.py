@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from herald_jax.cache.layout import check_index_range
 from herald_jax.configs import ModelConfig
 from herald_jax.models.attention import Attend, FreshKV
 from pallas_kernels import block_attention, prefill_attention
@@ -29,14 +30,8 @@ class DenseCache(NamedTuple):
     @classmethod
     def zeros(cls, config: ModelConfig, rows: int, capacity: int, dtype: Any) -> Self:
         """An empty cache of `capacity` token slots a row."""
-        # More than 2^31 elements in one array would need 64-bit indices in the appends below.
-        elements = rows * config.num_kv_heads * capacity * config.head_dim
-        if elements >= 2**31:
-            raise ValueError(
-                f"one layer's cache would hold {elements} values, over the limit of 2^31: "
-                f"use fewer rows than {rows} or a capacity below {capacity} tokens"
-            )
         shape = (rows, config.num_kv_heads, capacity, config.head_dim)
+        check_index_range("one layer's cache", shape)
         layers = range(config.num_layers)
         return cls(
             tuple(jnp.zeros(shape, dtype) for _ in layers),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from herald_jax._checks import require
 from herald_jax.configs import ModelConfig
 
 
@@ -13,3 +16,13 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_index_range(what: str, shape: tuple[int, ...]) -> None:
+    """Checks that an array can be indexed with 32 bits, as the scatters on it are.
+
+    Raises:
+        ConfigError: If it holds 2^31 elements or more.
+    """
+    elements = math.prod(shape)
+    require(elements < 2**31, f"{what} {shape}", elements, "fewer than 2^31 elements")

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from herald_jax._checks import require
 from herald_jax.cache.dense import DenseCache
@@ -89,9 +90,9 @@ def pad_prompts(
 
 def generate(
     params: Params,
-    prompts: Int[Any, "R P"],
-    prompt_lengths: Int[Any, " R"],
-    seeds: Int[Any, " R"],
+    prompts: Integer[Any, "R P"],
+    prompt_lengths: Integer[Any, " R"],
+    seeds: Integer[Any, " R"],
     *,
     model: ModelConfig,
     sampling: SamplingParams,
@@ -139,7 +140,7 @@ def _check_batch(prompts: Any, lengths: Any, seeds: Any, model: ModelConfig) -> 
     for name, array in (("prompts", prompts), ("prompt_lengths", lengths), ("seeds", seeds)):
         dtype = jnp.result_type(array)
         require(jnp.issubdtype(dtype, jnp.integer), f"{name}.dtype", str(dtype), "an integer")
-    if any(isinstance(array, jax.core.Tracer) for array in (prompts, lengths, seeds)):
+    if any(isinstance(array, Tracer) for array in (prompts, lengths, seeds)):
         return  # inside a caller's trace there are no values to look at
     lengths = np.asarray(lengths)
     is_length = (lengths >= 0) & (lengths <= shape[1])
@@ -158,9 +159,9 @@ def _check_batch(prompts: Any, lengths: Any, seeds: Any, model: ModelConfig) -> 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def generate_program(
     params: Params,
-    prompts: Int[Array, "R P"],
-    prompt_lengths: Int[Array, " R"],
-    seeds: Int[Array, " R"],
+    prompts: Integer[Array, "R P"],
+    prompt_lengths: Integer[Array, " R"],
+    seeds: Integer[Array, " R"],
     *,
     model: ModelConfig,
     sampling: SamplingParams,
@@ -210,14 +211,15 @@ def _advance(
     decoder: Decoder,
     sampling: SamplingParams,
     prompt_lengths: Int[Array, " R"],
-    seeds: Int[Array, " R"],
+    seeds: UInt32[Array, " R"],
     progress: _Progress,
 ) -> _Progress:
     """One more block of every active row."""
     model = decoder.config
     block_length = model.block_length
     rows = progress.block.shape[0]
-    options = decoding_options([sampling] * rows, [0] * rows, model)._replace(seeds=seeds)
+    options = decoding_options([sampling] * rows, [0] * rows, model)
+    options = jax.tree.map(jnp.asarray, options)._replace(seeds=seeds)
     positions = progress.block[:, None] * block_length + jnp.arange(block_length)
     state = BlockState.start(
         progress.block,
@@ -268,7 +270,7 @@ def _collect(
     source = jnp.minimum(prompt_lengths[:, None] + offsets, capacity - 1)
     is_text = offsets < progress.lengths[:, None]
 
-    def span(values: jax.Array, fill: float) -> jax.Array:
+    def span(values: jax.Array, fill: int | float) -> jax.Array:
         return jnp.where(is_text, jnp.take_along_axis(values, source, axis=1), fill)
 
     blocks = (progress.steps_per_block > 0).sum(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,20 +29,23 @@ def decoding_options(
 ) -> DecodingOptions:
     """Per-row arrays (numpy) of a batch; its rows share `strategy`."""
 
-    def floats(values: Sequence[float]) -> np.ndarray:
+    def floats(values: Sequence[float]) -> Any:
         return np.asarray(values, np.float32)
+
+    def ints(values: Sequence[int], dtype: Any = np.int32) -> Any:
+        return np.asarray(values, dtype)
 
     steps = [row.denoising_steps or model.block_length for row in rows]
     return DecodingOptions(
-        rule=RULES[rows[0].strategy].of_rows(floats([row.rule_option for row in rows])),  # type: ignore[arg-type]
+        rule=RULES[rows[0].strategy].of_rows(floats([row.rule_option for row in rows])),
         rows=RowOptions(
-            temperature=floats([row.temperature for row in rows]),  # type: ignore[arg-type]
+            temperature=floats([row.temperature for row in rows]),
             # A row asks for at most the whole vocabulary, which is the same as no filter.
-            top_k=np.asarray([min(row.top_k, model.vocab_size) for row in rows], np.int32),  # type: ignore[arg-type]
-            top_p=floats([row.top_p for row in rows]),  # type: ignore[arg-type]
-            denoising_steps=np.asarray(steps, np.int32),  # type: ignore[arg-type]
+            top_k=ints([min(row.top_k, model.vocab_size) for row in rows]),
+            top_p=floats([row.top_p for row in rows]),
+            denoising_steps=ints(steps),
         ),
-        seeds=np.asarray(seeds, np.uint32),  # type: ignore[arg-type]
+        seeds=ints(seeds, np.uint32),
     )
 
 

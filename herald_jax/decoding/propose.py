@@ -123,7 +123,8 @@ def propose(
 
     is_greedy = options.temperature == 0
     divisor = jnp.where(is_greedy, 1.0, options.temperature)
-    scaled = logits / divisor[:, None, None]
+    # Relative to the largest logit, a tiny temperature sends the others to -inf and nothing to inf.
+    scaled = (logits - logits.max(-1, keepdims=True)) / divisor[:, None, None]
     noise = gumbel_noise(seeds, block, step, *logits.shape[1:])
     source = _Distribution.of(scaled)
     if spec.is_filtered:

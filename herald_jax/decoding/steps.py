@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from herald_jax.cache.dense import DenseCache
+from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec, RowOptions, propose, suppress
 from herald_jax.decoding.rules import BlockView, UnmaskRule, most_confident, quota
 from herald_jax.models.decoder import Decoder
@@ -67,6 +68,10 @@ class BlockState(NamedTuple):
         """Absolute position of every token of the block."""
         return self.starts[:, None] + jnp.arange(self.tokens.shape[1])
 
+    def inputs(self, mask_token_id: int) -> Int[Array, "R B"]:
+        """What the model reads: the mask embedding stands where nothing is committed yet."""
+        return jnp.where(self.is_masked, mask_token_id, self.tokens)
+
 
 def prefill_chunk(
     decoder: Decoder, cache: DenseCache, tokens: Int[Array, "R C"], start: Int[Array, ""]
@@ -86,11 +91,21 @@ def denoise_step(
     spec: ProposalSpec,
 ) -> BlockState:
     """The blocks after one forward pass; rows without masked positions do not change."""
-    config = decoder.config
-    inputs = jnp.where(state.is_masked, config.mask_token_id, state.tokens)
+    inputs = state.inputs(decoder.config.mask_token_id)
     hidden, _ = decoder(inputs, state.positions, cache.block_attend(state.starts))
-    logits = suppress(decoder.logits(hidden), config)
+    return unmask(decoder.config, decoder.logits(hidden), state, options, spec)
+
+
+def unmask(
+    config: ModelConfig,
+    logits: Float[Array, "R B V"],
+    state: BlockState,
+    options: DecodingOptions,
+    spec: ProposalSpec,
+) -> BlockState:
+    """The blocks after committing what the rule chooses from one pass's logits."""
     rows = options.rows
+    logits = suppress(logits, config)
     proposal = propose(logits, rows, spec, options.seeds, state.index, state.steps)
     owed = quota(state.steps, rows.denoising_steps, config.block_length)
     view = BlockView(state.is_masked, proposal.confidence, proposal.entropy, owed)
@@ -104,7 +119,7 @@ def denoise_step(
         unmask_steps=jnp.where(chosen, state.steps[:, None], state.unmask_steps),
         confidences=jnp.where(chosen, proposal.confidence, state.confidences),
         logprobs=jnp.where(chosen, proposal.logprob, state.logprobs),
-        steps=state.steps + state.is_masked.any(-1),
+        steps=state.steps + state.is_masked.any(-1).astype(jnp.int32),
     )
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-
-import jax
+from typing import Any
 
 from herald_jax._checks import ConfigError
 from herald_jax.cache.layout import kv_bytes_per_token, round_up
@@ -27,7 +26,7 @@ LOGIT_COPIES = 6
 """fp32 arrays of a block's full-vocabulary logits that a sampling step may hold at once."""
 
 
-def device_bytes_limit(device: jax.Device) -> int:
+def device_bytes_limit(device: Any) -> int:
     """Bytes that JAX may use on a device; on a CPU, the machine's memory."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:

@@ -172,7 +172,8 @@ class Runner:
             require(asked <= longest, "max_model_len", asked, f"at most {longest}", fix)
             return asked
         while longest > self.config.block_length:
-            if self._memory.batch_bytes(rows, longest) <= self._memory.available_bytes:
+            need = self._memory.batch_bytes(rows, self._capacity(longest))
+            if need <= self._memory.available_bytes:
                 break
             longest //= 2
         return longest
@@ -241,7 +242,7 @@ class Runner:
         lengths = np.asarray([len(row.prompt_token_ids) for row in rows] + [0] * padding, np.int32)
         batch = Batch(
             rows=tuple(rows),
-            cache=DenseCache.zeros(self.config, size, capacity, self._dtype),
+            cache=self._empty_cache_program(size, capacity)(),
             options=decoding_options(params, seeds, self.config),
             spec=proposal_spec(params),
             block_index=lengths // self.config.block_length,
@@ -278,7 +279,7 @@ class Runner:
         is_masked = np.zeros((size, block_length), bool)
         is_active = np.zeros(size, bool)
         is_active[:rows] = batch.is_active
-        for row in np.flatnonzero(batch.is_active):
+        for row in np.flatnonzero(batch.is_active).tolist():
             tail = batch.rows[row].prompt_token_ids[batch.block_index[row] * block_length :]
             tokens[row, : len(tail)] = tail
             is_masked[row, len(tail) :] = True
@@ -308,6 +309,7 @@ class Runner:
         size = row_bucket(len(rows), self.max_num_seqs)
         capacity = self._capacity(max(row.total_tokens for row in rows))
         chunk = prefill_chunk_length(size, capacity, self.config.block_length)
+        self._empty_cache_program(size, capacity)
         self._prefill_program(size, capacity, chunk)
         params = [row.sampling for row in rows] + [rows[0].sampling] * (size - len(rows))
         options = decoding_options(params, [0] * size, self.config)
@@ -317,6 +319,13 @@ class Runner:
         return jax.eval_shape(
             functools.partial(DenseCache.zeros, self.config, size, capacity, self._dtype)
         )
+
+    def _empty_cache_program(self, size: int, capacity: int) -> Callable[..., Any]:
+        key = ("cache", size, capacity)
+        if key not in self._programs:
+            make = functools.partial(DenseCache.zeros, self.config, size, capacity, self._dtype)
+            self._programs[key] = jax.jit(make).lower().compile()
+        return self._programs[key]
 
     def _prefill_program(self, size: int, capacity: int, chunk: int) -> Callable[..., Any]:
         key = ("prefill", size, capacity, chunk)

@@ -24,6 +24,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
+        """The normed vectors, in the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return wide.astype(x.dtype) * self.scale[...]
@@ -61,4 +62,5 @@ class SwiGLU(nnx.Module):
         self.down_proj = linear(inner, hidden, ("mlp", "embed"), dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "R Q E"]) -> Float[Array, "R Q E"]:
+        """The MLP's output."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

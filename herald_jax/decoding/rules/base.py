@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class UnmaskRule(Protocol):
     """Value of `option` where the caller leaves it unset."""
 
     @classmethod
-    def of_rows(cls, options: Float[Array, " R"]) -> Self:
+    def of_rows(cls, options: Float[Any, " R"]) -> Self:
         """The rule for rows whose `option` has these values (ignored without an option)."""
         ...
 
@@ -51,7 +51,8 @@ def quota(
     step: Int[Array, " R"], denoising_steps: Int[Array, " R"], block_length: int
 ) -> Int[Array, " R"]:
     """Positions that step number `step` of a block owes: B // T, the remainder first."""
-    return block_length // denoising_steps + (step < block_length % denoising_steps)
+    has_extra = step < block_length % denoising_steps
+    return block_length // denoising_steps + has_extra.astype(jnp.int32)
 
 
 def most_confident(

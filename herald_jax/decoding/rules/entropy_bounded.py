@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -20,12 +20,12 @@ class EntropyBounded:
     strictly below `entropy_bound`, and never fewer than the row's `quota`.
     """
 
-    entropy_bound: Float[Array, " R"]
+    entropy_bound: Float[Any, " R"]
     option: ClassVar[str | None] = "entropy_bound"
     option_default: ClassVar[float | None] = 0.35
 
     @classmethod
-    def of_rows(cls, options: Float[Array, " R"]) -> Self:
+    def of_rows(cls, options: Float[Any, " R"]) -> Self:
         """The rule with one bound a row, in nats."""
         return cls(entropy_bound=options)
 

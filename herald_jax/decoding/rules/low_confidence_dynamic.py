@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,12 +19,12 @@ class LowConfidenceDynamic:
     Where fewer than `quota` pass, the `quota` most confident are committed instead.
     """
 
-    threshold: Float[Array, " R"]
+    threshold: Float[Any, " R"]
     option: ClassVar[str | None] = "threshold"
     option_default: ClassVar[float | None] = 0.9
 
     @classmethod
-    def of_rows(cls, options: Float[Array, " R"]) -> Self:
+    def of_rows(cls, options: Float[Any, " R"]) -> Self:
         """The rule with one threshold a row."""
         return cls(threshold=options)
 

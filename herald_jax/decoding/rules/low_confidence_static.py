@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Array, Bool, Float
 
@@ -19,7 +19,7 @@ class LowConfidenceStatic:
     option_default: ClassVar[float | None] = None
 
     @classmethod
-    def of_rows(cls, options: Float[Array, " R"]) -> Self:
+    def of_rows(cls, options: Float[Any, " R"]) -> Self:
         """The rule; it has no option."""
         return cls()
 

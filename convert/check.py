@@ -1,0 +1,159 @@
+"""Comparison of a converted checkpoint with the torch reference.
+
+The reference is a class of transformers itself, built from a config that is made here: code
+that a checkpoint brings along is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from convert.families import Family
+from convert.reader import HuggingFaceFolder
+from convert.report import Findings
+from convert.safetensors_file import FileStream
+from herald_jax.checkpoint import load_params
+from herald_jax.configs import ModelConfig
+from herald_jax.models import bind
+from herald_jax.models.attention import FreshKV
+
+RELATIVE_TOLERANCE = 5e-4
+"""Largest difference allowed, as a share of the largest reference logit; both are fp32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckResult:
+    """How far the logits are apart.
+
+    Attributes:
+        largest: Largest absolute difference.
+        tolerance: What is allowed.
+        tokens: Length of the compared text.
+    """
+
+    largest: float
+    tolerance: float
+    tokens: int
+
+    @property
+    def agrees(self) -> bool:
+        """True if the difference is within the tolerance (a NaN is not)."""
+        return self.largest <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference to the reference {self.largest:.2e} over {self.tokens} "
+            f"tokens, allowed {self.tolerance:.1e}"
+        )
+
+
+def require_reference(family: Family, findings: Findings) -> None:
+    """Notes a fault unless the reference of `family` can be run here."""
+    absent = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
+    if family.reference not in _REFERENCES:
+        findings.fault(
+            "check",
+            f"--check for {family.name}",
+            expected="a family with a reference",
+            found="none",
+            fix="Convert without --check.",
+        )
+    elif absent:
+        findings.fault(
+            "check",
+            "--check",
+            expected="torch and transformers",
+            found=f"{' and '.join(absent)} not installed",
+            fix="Install them with: pip install 'herald_jax[parity]'.",
+        )
+
+
+def compare_logits(
+    family: Family, hf: HuggingFaceFolder, config: ModelConfig, converted: Path, dtype: str
+) -> CheckResult:
+    """Runs both models in fp32 on the same random tokens.
+
+    Both start from the weights as stored in `dtype`, so rounding to it is no difference. The
+    length is no multiple of the block, so the last block is an incomplete one.
+    """
+    length = 3 * config.block_length + config.block_length // 2
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, length)
+    assert family.reference is not None
+    wanted = _REFERENCES[family.reference](hf, config, tokens, jnp.dtype(dtype))
+    params = load_params(converted, config, dtype=jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(block_causal_logits(config, params, jnp.asarray(tokens[None])))[0]
+    scale = max(1.0, float(np.abs(wanted).max()))
+    return CheckResult(float(np.abs(found - wanted).max()), RELATIVE_TOLERANCE * scale, length)
+
+
+def block_causal_logits(
+    config: ModelConfig, params: dict[str, Any], tokens: Int[Array, "R Q"]
+) -> Float[Array, "R Q V"]:
+    """Logits of one uncached pass under the block-causal mask."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    blocks = positions[0] // config.block_length
+    visible = blocks[None, :] <= blocks[:, None]
+
+    def attend(layer: int, q: Float[Array, "R Q H D"], fresh: FreshKV) -> Float[Array, "R Q H D"]:
+        k, v = (jnp.repeat(x, config.heads_per_kv_head, axis=2) for x in fresh)
+        scores = jnp.einsum("rqhd,rkhd->rhqk", q, k) * config.head_dim**-0.5
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("rhqk,rkhd->rqhd", weights, v)
+
+    @jax.jit
+    def run(params: dict[str, Any]) -> Float[Array, "R Q V"]:
+        decoder = bind(config, params)
+        return decoder.logits(decoder(tokens, positions, attend)[0])
+
+    return run(params)
+
+
+def _qwen3_logits(
+    hf: HuggingFaceFolder, config: ModelConfig, tokens: np.ndarray, dtype: np.dtype[Any]
+) -> np.ndarray:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    # Read anew from the published fields, so that a misread config shows up as well.
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+        *("rms_norm_eps", "hidden_act"),
+    )
+    rope = hf.config.get("rope_parameters") or {"rope_theta": hf.config.get("rope_theta")}
+    settings = Qwen3Config(
+        **{name: hf.config[name] for name in names},
+        rope_parameters={"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        attention_bias=config.qkv_bias,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    model = Qwen3ForCausalLM(settings).float().eval()
+    model.set_attn_implementation("eager")  # the kind that takes an additive 4-D mask
+    slots = model.state_dict()
+    with torch.no_grad():
+        for key, slot in slots.items():
+            if key.endswith("o_proj.bias"):
+                slot.zero_()  # Qwen3 puts a bias there too, these checkpoints do not
+        for file in hf.files:
+            with FileStream(file) as stream:
+                for entry in file.tensors:
+                    if entry.key in slots:
+                        array = stream.read(entry, dtype, transpose=False).astype(np.float32)
+                        slots[entry.key].copy_(torch.from_numpy(array))
+        blocks = torch.arange(len(tokens)) // config.block_length
+        hidden = blocks[None, :] > blocks[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        ids = torch.from_numpy(tokens[None])
+        return model(ids, attention_mask=mask[None, None]).logits[0].numpy()
+
+
+_REFERENCES = {"qwen3": _qwen3_logits}

@@ -1,0 +1,77 @@
+"""What a family is made of: a key table, a config parser and facts its checkpoints may lack."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from convert.fields import FieldReader
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyRule:
+    """One line of a key table; `{n}` stands for a layer number.
+
+    Attributes:
+        source: Key in the Hugging Face checkpoint.
+        target: Dotted path of our parameter.
+        transform: `transpose` for torch's [out, in] projections, `keep` for the rest.
+    """
+
+    source: str
+    target: str
+    transform: Literal["keep", "transpose"] = "keep"
+
+    def source_of(self, target: str) -> str | None:
+        """The key that fills `target`, or `None` if the rule is about other parameters."""
+        match = re.fullmatch(re.escape(self.target).replace(r"\{n\}", r"(\d+)"), target)
+        return self.source.replace("{n}", match[1] if match.groups() else "") if match else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of checkpoints.
+
+    Attributes:
+        name: What `--family` takes and `ModelConfig.family` holds.
+        architectures: Names in the config's `architectures`.
+        model_types: Names in `model_type`, used if `architectures` is absent.
+        keys: The key table.
+        ignored_keys: Regular expressions of keys that hold nothing learned.
+        parse_config: Reads the fields of `ModelConfig` that describe the network.
+        mask_token_id: Mask id where no file tells it.
+        mask_tokens: Texts that the tokenizers of this family give the mask token.
+        turn_end_tokens: Texts of tokens that end a turn.
+        stop_token_ids: Stop ids where no file tells any.
+        reference: transformers class that computes the same logits, for `--check`.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    keys: tuple[KeyRule, ...]
+    ignored_keys: tuple[str, ...] = ()
+    parse_config: Callable[[FieldReader], dict[str, Any]]
+    mask_token_id: int | None = None
+    mask_tokens: tuple[str, ...] = ()
+    turn_end_tokens: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    reference: str | None = None
+
+    def rule_for(self, target: str) -> tuple[str, KeyRule]:
+        """The source key and the rule that fill one of our parameters.
+
+        Raises:
+            LookupError: If the table does not cover the parameter (a fault of the table).
+        """
+        for rule in self.keys:
+            source = rule.source_of(target)
+            if source is not None:
+                return source, rule
+        raise LookupError(f"The key table of {self.name} has no line for {target}.")
+
+    def ignores(self, key: str) -> bool:
+        """True if a tensor of this name may be left out."""
+        return any(re.fullmatch(pattern, key) for pattern in self.ignored_keys)

@@ -1,0 +1,108 @@
+"""Typed reads from a published `config.json`; each misfit is noted and the reading goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from convert.report import Findings
+
+
+class FieldReader:
+    """Reads fields of one config.
+
+    A read returns `None` after it has noted a fault. Nothing is filled in: the defaults of a
+    published config class are often not those of the published models.
+    """
+
+    def __init__(self, config: dict[str, Any], findings: Findings) -> None:
+        self.config = config
+        self._findings = findings
+
+    def integer(self, name: str) -> int | None:
+        """A required integer >= 1."""
+        value = self.config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        return self._misfit(name, value, "an integer >= 1")
+
+    def number(self, name: str) -> float | None:
+        """A required positive number."""
+        return self._positive(name, self.config.get(name))
+
+    def flag(self, name: str, *, default: bool | None = None) -> bool | None:
+        """A boolean; `default` stands for an absent one if the tensors will prove it."""
+        value = self.config.get(name)
+        if isinstance(value, bool):
+            return value
+        if value is None and default is not None:
+            return default
+        return self._misfit(name, value, "true or false")
+
+    def allow(self, name: str, *values: object) -> None:
+        """Notes a fault unless the field has one of these values; `None` also means absent."""
+        value = self.config.get(name)
+        if value not in values:
+            wanted = " or ".join("absent" if v is None else _spelled(v) for v in values)
+            self._misfit(name, value, wanted, "This is not supported.")
+
+    def rope_theta(self) -> float | None:
+        """The rotary base, at the top level or in `rope_parameters`, without any scaling."""
+        found: dict[str, Any] = {}
+        if self.config.get("rope_theta") is not None:
+            found["rope_theta"] = self.config["rope_theta"]
+        for name in ("rope_parameters", "rope_scaling"):
+            table = self.config.get(name)
+            if table is None:
+                continue
+            if not isinstance(table, dict):
+                self._misfit(name, table, "a table or null")
+                continue
+            kind = table.get("rope_type", table.get("type", "default"))
+            unknown = sorted(set(table) - {"rope_type", "type", "rope_theta"})
+            unknown = [key for key in unknown if table[key] not in (None, 1, 1.0)]
+            if kind != "default" or unknown:
+                self._misfit(name, table, "no scaling of positions", "This is not supported.")
+            if table.get("rope_theta") is not None:
+                found[f"{name}.rope_theta"] = table["rope_theta"]
+        if len(set(map(repr, map(_as_float, found.values())))) > 1:
+            return self._misfit("rope_theta", found, "the same number everywhere")
+        return self._positive("rope_theta", next(iter(found.values()), None))
+
+    def refuse_sliding_window(self) -> None:
+        """Notes a fault if any layer attends to a window only."""
+        window = self.config.get("sliding_window")
+        if window is not None and self.config.get("use_sliding_window") is not False:
+            self._misfit(
+                "sliding_window",
+                window,
+                "null, or use_sliding_window false",
+                "Attention to a window is not supported.",
+            )
+        kinds = self.config.get("layer_types") or []
+        others = sorted({str(kind) for kind in kinds} - {"full_attention"})
+        if others:
+            self._misfit("layer_types", others, "full_attention only", "This is not supported.")
+
+    def _positive(self, name: str, value: Any) -> float | None:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        return self._misfit(name, value, "a positive number")
+
+    def _misfit(self, name: str, value: object, expected: str, fix: str = "") -> None:
+        absent = name not in self.config and value is None
+        self._findings.fault(
+            "config",
+            f"config.json: {name}",
+            expected=expected,
+            found="no such field" if absent else _spelled(value),
+            fix=fix or "Set it in config.json to what the checkpoint was trained with.",
+        )
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) else value
+
+
+def _spelled(value: object) -> str:
+    """The value as JSON would spell it."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

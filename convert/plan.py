@@ -1,0 +1,221 @@
+"""The examination: which family, what model, which tensor goes where, and all that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from convert import facts as facts_of
+from convert.facts import Fact
+from convert.families import Family, detect, families
+from convert.fields import FieldReader
+from convert.reader import HuggingFaceFolder
+from convert.report import Findings
+from convert.safetensors_file import FileStream, TensorEntry
+from herald_jax._checks import ConfigError
+from herald_jax.checkpoint import dotted_leaves
+from herald_jax.configs import ModelConfig
+from herald_jax.models import abstract_params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """One parameter to write: from which tensor, to which dotted path, transposed or not."""
+
+    entry: TensorEntry
+    target: str
+    transpose: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """What the files say about the model.
+
+    Attributes:
+        config: The description; with stand-in sizes where faults were noted, and `None` if
+            not even the number of layers is known.
+        facts: Values with their sources.
+        sizes_known: False if the config has stand-in sizes, so that only names can be checked.
+    """
+
+    config: ModelConfig | None
+    facts: dict[str, Fact]
+    sizes_known: bool
+
+
+def find_family(hf: HuggingFaceFolder, out: Findings) -> Family | None:
+    """The family that the config names; `None` after noting that it names none."""
+    names = hf.config.get("architectures") or []
+    names = [str(name) for name in names] if isinstance(names, list) else [str(names)]
+    found = detect(names, hf.config.get("model_type"))
+    if found is None and hf.config:
+        known = "; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families().values())
+        out.fault(
+            "config",
+            "config.json: architectures",
+            expected=known,
+            found=f"{names} with model_type {hf.config.get('model_type')!r}",
+            fix="Name the family with --family if the checkpoint is one of these.",
+        )
+    return found
+
+
+def refuse_quantised(hf: HuggingFaceFolder, out: Findings) -> None:
+    """Notes a fault if the weights are quantised."""
+    for name in ("quantization_config", "compression_config"):
+        if hf.config.get(name) is not None:
+            out.fault(
+                "config",
+                f"config.json: {name}",
+                expected="absent",
+                found="a quantised checkpoint",
+                fix="Convert the bf16 or fp32 release instead.",
+            )
+
+
+def describe(
+    family: Family,
+    family_flag: str | None,
+    hf: HuggingFaceFolder,
+    mask_flag: int | None,
+    block_flag: int | None,
+    out: Findings,
+) -> Description:
+    """The model's description, with the source of every fact that configs tend to lack."""
+    fields = family.parse_config(FieldReader(hf.config, out))
+    head_key, _ = family.rule_for("lm_head.kernel")
+    mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
+    block = facts_of.block_length(hf, block_flag, out)
+    tied = facts_of.tied_embeddings(hf, head_key, out)
+    field = "architectures" if hf.config.get("architectures") else "model_type"
+    family_source = "--family" if family_flag else f"config.json: {field}"
+    facts = {
+        "family": Fact(family.name, family_source),
+        "mask_token_id": mask,
+        "block_length": block,
+        "stop_token_ids": facts_of.stop_tokens(family, hf, fields["vocab_size"], out),
+        "tokenizer_vocab_size": facts_of.tokenizer_size(hf),
+        "tie_word_embeddings": tied,
+    }
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    if all(value is not None for value in fields.values()):
+        # Facts at fault already get stand-ins, so that they do not hide other faults.
+        values = fields | {"mask_token_id": fields["vocab_size"] - 1, "block_length": 1}
+        values |= {name: fact.value for name, fact in known.items()}
+        if mask is None:
+            values["stop_token_ids"] = ()
+        try:
+            return Description(ModelConfig(**values), known, sizes_known=True)
+        except ConfigError as error:
+            out.fault("config", "config.json", expected="a usable model", found=str(error), fix="")
+    if fields["num_layers"] is None:
+        return Description(None, known, sizes_known=False)
+    names_only = ModelConfig(
+        family=family.name,
+        num_layers=fields["num_layers"],
+        qk_norm=bool(fields["qk_norm"]),
+        qkv_bias=bool(fields["qkv_bias"]),
+        tie_word_embeddings=tied.value,
+        vocab_size=2,
+        hidden_size=2,
+        intermediate_size=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=2,
+        block_length=2,
+        mask_token_id=0,
+    )
+    return Description(names_only, known, sizes_known=False)
+
+
+def plan(
+    family: Family, description: Description, hf: HuggingFaceFolder, out: Findings
+) -> tuple[list[Planned], list[str]]:
+    """Pairs parameters with tensors; notes missing, unexpected and unusable ones.
+
+    Returns:
+        What to write, and the keys that are left out because nothing in them is learned.
+    """
+    config = description.config
+    if config is None:
+        return [], []
+    planned: list[Planned] = []
+    used: set[str] = set()
+    head_key, _ = family.rule_for("lm_head.kernel")
+    for target, leaf in dotted_leaves(abstract_params(config)).items():
+        key, rule = family.rule_for(target)
+        used.add(key)
+        shape = leaf.shape[::-1] if rule.transform == "transpose" else leaf.shape
+        wanted = shape if description.sizes_known else None
+        entry = hf.tensors.get(key)
+        if entry is not None:
+            _check_tensor(entry, wanted, out)
+            planned.append(Planned(entry, target, rule.transform == "transpose"))
+        elif key != head_key and key not in hf.unreadable and not hf.has_blind_spots:
+            out.fault(
+                "missing",
+                key,
+                expected=f"a tensor of shape {list(wanted)}" if wanted else "a tensor",
+                found="none",
+                fix="Fetch the file that holds it, or correct config.json.",
+            )
+    ignored = [key for key in hf.tensors if family.ignores(key)]
+    if config.tie_word_embeddings and head_key in hf.tensors:
+        _compare_tied(family, hf, out)
+        ignored.append(head_key)
+    for key in sorted(set(hf.tensors) - used - set(ignored)):
+        out.fault(
+            "unexpected",
+            key,
+            expected=f"only tensors of the key table of {family.name}",
+            found=f"a tensor {hf.tensors[key].dtype_name} {list(hf.tensors[key].shape)}",
+            fix="Use the release that fits config.json, or --family; nothing is dropped unseen.",
+        )
+    return planned, sorted(ignored)
+
+
+def _check_tensor(entry: TensorEntry, wanted: tuple[int, ...] | None, out: Findings) -> None:
+    if wanted is not None and entry.shape != wanted:
+        turned = len(wanted) == 2 and entry.shape == wanted[::-1]
+        hint = "It looks transposed. " if turned else ""
+        out.fault(
+            "shape",
+            f"{entry.key} in {entry.path.name}",
+            expected=f"{list(wanted)} by config.json",
+            found=f"{list(entry.shape)}",
+            fix=f"{hint}Correct the sizes in config.json (a padded vocabulary counts in "
+            "vocab_size), or fetch the release that fits.",
+        )
+    if entry.dtype is None:
+        out.fault(
+            "dtype",
+            f"{entry.key} in {entry.path.name}",
+            expected="BF16, F16 or F32",
+            found=entry.dtype_name,
+            fix="Convert the bf16 or fp32 release; quantised weights are not supported.",
+        )
+
+
+def _compare_tied(family: Family, hf: HuggingFaceFolder, out: Findings) -> None:
+    """Notes a fault unless the LM head of a tied checkpoint equals its embedding table."""
+    keys = [family.rule_for(name)[0] for name in ("lm_head.kernel", "embed_tokens.embedding")]
+    head, table = (hf.tensors.get(key) for key in keys)
+    if head is None or table is None or head.dtype is None or table.dtype is None:
+        return
+    files = {file.path: file for file in hf.files}
+    if head.path not in files or table.path not in files:
+        return  # in a file that is cut short, which is noted already
+    with FileStream(files[head.path]) as one, FileStream(files[table.path]) as other:
+        same = (head.shape, head.dtype) == (table.shape, table.dtype) and all(
+            np.array_equal(a, b)
+            for (_, a), (_, b) in zip(one.parts(head), other.parts(table), strict=True)
+        )
+    if not same:
+        out.fault(
+            "tied",
+            head.key,
+            expected=f"equal to {table.key}, because tie_word_embeddings is true",
+            found=f"other values ({head.dtype_name} {list(head.shape)})",
+            fix="Set tie_word_embeddings to false if the checkpoint was trained untied.",
+        )

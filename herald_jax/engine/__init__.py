@@ -1,0 +1,1 @@
+"""Requests, batches and the compiled programs that run them."""

@@ -1,0 +1,261 @@
+"""Files of prompts: faults reported together, restarts that lose and repeat nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedRunner
+
+from herald_jax import LLM, ConfigError, ModelConfig, SamplingParams
+from herald_jax.batch_file import ResultFile, read_items, run_file
+
+CONFIG = ModelConfig(
+    family="test",
+    vocab_size=64,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    block_length=4,
+    mask_token_id=63,
+    stop_token_ids=(1,),
+)
+PARAMS = SamplingParams(max_tokens=6)
+OPTIONS = {"model": "scripted"}
+
+
+def engine(**options: Any) -> tuple[LLM, ScriptedRunner]:
+    """Repeats the first id of the prompt for ever."""
+    runner = ScriptedRunner(
+        lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3, **options
+    )
+    return LLM.from_runner(CONFIG, runner), runner
+
+
+def write_input(path: Path, prompts: int) -> Path:
+    lines = [{"id": f"q{at}", "prompt_token_ids": [at + 2] * (1 + at % 5)} for at in range(prompts)]
+    lines[1]["sampling_params"] = {"max_tokens": 2}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def run(
+    source: Path,
+    target: Path,
+    llm: LLM,
+    *,
+    params: SamplingParams = PARAMS,
+    options: dict[str, Any] = OPTIONS,
+    restart: bool = False,
+) -> list[dict[str, Any]]:
+    with ResultFile(target, restart=restart) as results:
+        return list(run_file(llm, read_items(source, params), results, options))
+
+
+def read(target: Path) -> list[dict[str, Any]]:
+    """The results without what depends on the clock and on the batch."""
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        record["stats"] = {name: record["stats"][name] for name in ("forwards", "steps_per_block")}
+        for output in record["outputs"]:
+            del output["stats"], output["seed"]
+    return records
+
+
+def test_results(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 8), tmp_path / "new" / "out.jsonl"
+    llm, _ = engine()
+    returned = run(source, target, llm)
+    records = read(target)
+    assert len(returned) == len(records) == 8
+    assert [record["index"] for record in records] == list(range(8))
+    assert [record["id"] for record in records] == [f"q{at}" for at in range(8)]
+    assert [record["outputs"][0]["token_ids"] for record in records] == [
+        [at + 2] * (2 if at == 1 else 6) for at in range(8)
+    ]
+    assert records[3]["prompt_token_ids"] == [5, 5, 5, 5]
+    assert records[3]["stats"]["forwards"] == 10
+
+
+def test_a_finished_file_is_left_alone(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 4), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    before = target.read_bytes()
+    llm, runner = engine()
+    assert run(source, target, llm) == []
+    assert not runner.batches
+    assert target.read_bytes() == before
+
+
+def test_more_prompts_may_be_added_at_the_end(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    write_input(source, 5)
+    assert [record["id"] for record in run(source, target, engine()[0])] == ["q3", "q4"]
+
+
+def test_a_restart_after_any_cut_gives_the_same_file(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    whole, expected = target.read_bytes(), read(target)
+    for size in sorted({*range(0, len(whole), 37), len(whole) - 1, whole.index(b"\n") + 1}):
+        target.write_bytes(whole[:size])
+        done = whole[:size].count(b"\n")
+        assert len(run(source, target, engine()[0])) == 5 - done
+        assert read(target) == expected
+        assert target.read_bytes().startswith(whole[: whole[:size].rfind(b"\n") + 1])
+
+
+def test_a_last_line_of_zeros_after_a_power_cut_is_dropped(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    first = target.read_bytes().split(b"\n")[0] + b"\n"
+    target.write_bytes(first + b"\0" * 50 + b"\n")
+    assert len(run(source, target, engine()[0])) == 2
+    assert len(read(target)) == 3
+
+
+def test_an_error_keeps_what_was_finished(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 8), tmp_path / "out.jsonl"
+    llm, _ = engine(fail_at=4)
+    with pytest.raises(ValueError, match="on fire"):
+        run(source, target, llm)
+    kept = len(read(target))
+    assert 3 <= kept < 8
+    assert len(run(source, target, engine()[0])) == 8 - kept
+    assert [record["index"] for record in read(target)] == list(range(8))
+
+
+def test_options_of_different_programs_still_come_in_input_order(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with source.open("w") as file:
+        for at in range(7):
+            options = {"strategy": "sequential"} if at % 2 else {}
+            print(json.dumps({"prompt_token_ids": [at + 2], "sampling_params": options}), file=file)
+    run(source, target, engine()[0])
+    assert [record["prompt_token_ids"] for record in read(target)] == [[at + 2] for at in range(7)]
+
+
+@pytest.mark.parametrize("change", ["line", "params", "options", "shorter"])
+def test_other_input_or_options_are_refused(tmp_path, change):
+    source, target = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    before = target.read_bytes()
+    params, options = PARAMS, OPTIONS
+    if change == "line":
+        source.write_text(source.read_text().replace("[2]", "[9]"))
+    elif change == "shorter":
+        write_input(source, 2)
+    elif change == "params":
+        params = SamplingParams(max_tokens=7)
+    else:
+        options = {"model": "another"}
+    llm, runner = engine()
+    with pytest.raises(ConfigError, match="--restart"):
+        run(source, target, llm, params=params, options=options)
+    assert target.read_bytes() == before
+    assert not runner.batches
+    assert len(run(source, target, llm, params=params, options=options, restart=True)) > 1
+
+
+def test_a_foreign_file_is_not_overwritten(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 2), tmp_path / "notes.txt"
+    target.write_text("my notes\n")
+    with pytest.raises(ConfigError, match="line 1, was not written by a batch run"):
+        run(source, target, engine()[0])
+    assert target.read_text() == "my notes\n"
+
+
+def test_two_runs_cannot_write_to_one_file(tmp_path):
+    with ResultFile(tmp_path / "out.jsonl"):
+        with (
+            pytest.raises(ConfigError, match="Another process"),
+            ResultFile(tmp_path / "out.jsonl"),
+        ):
+            pass
+
+
+def test_all_faulty_lines_are_reported_together(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        textwrap.dedent("""\
+        {"prompt": "fine"}
+        not json
+
+        {"prompt": "a", "prompt_token_ids": [1]}
+        {"prompt": "a", "temprature": 1}
+        {"prompt": "a", "sampling_params": {"temperature": -1}}
+        {"prompt": "a", "sampling_params": {"heat": 1}}
+        {"prompt_token_ids": "a"}
+        [1]
+        {"prompt": "a", "id": [1]}
+        {"prompt": "a", "sampling_params": {"max_tokens": true}}
+        """)
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_items(source, PARAMS)
+    message = str(caught.value)
+    assert "9 faulty lines" in message
+    for number in (2, 4, 5, 6, 7, 8, 9, 10, 11):
+        assert f"line {number}:" in message
+    assert "line 1:" not in message
+
+
+def test_prompts_that_do_not_fit_the_model_are_reported_before_anything_runs(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"prompt_token_ids": [2]}\n\n{"prompt_token_ids": [64]}\n{"prompt": "text"}\n'
+    )
+    llm, runner = engine()
+    with pytest.raises(ConfigError, match=r"2 faulty lines:\s+line 3: .*=64(.|\n)*line 4: "):
+        run(source, tmp_path / "out.jsonl", llm)
+    assert not runner.batches
+
+
+PROGRAM = """
+import itertools, sys, time
+from pathlib import Path
+sys.path.insert(0, "tests/support")
+from scripted import ScriptedRunner
+from herald_jax import LLM, ModelConfig, SamplingParams
+from herald_jax.batch_file import ResultFile, read_items, run_file
+
+config = ModelConfig(family="test", vocab_size=64, hidden_size=8, intermediate_size=12,
+    num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, block_length=4, mask_token_id=63,
+    stop_token_ids=(1,))
+runner = ScriptedRunner(lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3)
+llm = LLM.from_runner(config, runner)
+items = read_items(sys.argv[1], SamplingParams(max_tokens=6))
+with ResultFile(sys.argv[2]) as results:
+    for record in run_file(llm, items, results, {"model": "scripted"}):
+        print(record["index"], flush=True)
+        time.sleep(float(sys.argv[3]))
+"""
+
+
+def test_killed_and_started_again(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 12), tmp_path / "out.jsonl"
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-c", PROGRAM, str(source), str(target)]
+    with subprocess.Popen([*command, "0.2"], cwd=root, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        seen = [int(process.stdout.readline()) for _ in range(4)]
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert seen == [0, 1, 2, 3]
+    kept = [record["index"] for record in read(target)]
+    assert kept[:4] == seen, "what was reported is in the file"
+    done = subprocess.run([*command, "0"], cwd=root, capture_output=True, text=True, check=True)
+    assert [int(line) for line in done.stdout.split()] == list(range(len(kept), 12))
+    assert [record["id"] for record in read(target)] == [f"q{at}" for at in range(12)]
