@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from herald_jax._checks import require, require_float, require_int, require_one_of
+from herald_jax.decoding.propose import CONFIDENCE_SOURCES
 from herald_jax.decoding.rules import RULES
-
-CONFIDENCE_SOURCES = ("raw", "scaled", "filtered")
-"""Distributions from which a rule's confidence and entropy may be taken."""
 
 MAX_SEED = 2**32 - 1
 

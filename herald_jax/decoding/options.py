@@ -8,26 +8,37 @@ from typing import Any
 import numpy as np
 
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.propose import ProposalSpec, RowOptions
-from herald_jax.decoding.rules import RULES
+from herald_jax.decoding.propose import CONFIDENCE_SOURCES, ProposalSpec, RowOptions
+from herald_jax.decoding.rules import RULES, MixedRules
 from herald_jax.decoding.steps import DecodingOptions
 from herald_jax.sampling import SamplingParams
 
 
 def proposal_spec(rows: Sequence[SamplingParams]) -> ProposalSpec:
-    """The static facts of a batch; its rows share `confidence`."""
+    """The static facts of a batch of such rows."""
     sampled = [row for row in rows if row.temperature > 0]
+    used = {row.confidence for row in rows}
     return ProposalSpec(
-        confidence=rows[0].confidence,
+        sources=tuple(name for name in CONFIDENCE_SOURCES if name in used),
         is_sampled=bool(sampled),
         is_filtered=any(row.top_k > 0 or row.top_p < 1 for row in sampled),
     )
 
 
 def decoding_options(
-    rows: Sequence[SamplingParams], seeds: Sequence[int], model: ModelConfig
+    rows: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    model: ModelConfig,
+    strategies: Sequence[str] = (),
 ) -> DecodingOptions:
-    """Per-row arrays (numpy) of a batch; its rows share `strategy`."""
+    """Per-row arrays (numpy) of a batch.
+
+    Args:
+        rows: Options of each row.
+        seeds: Random seed of each row.
+        model: The model.
+        strategies: Names of rules that the program shall know besides those that occur.
+    """
 
     def floats(values: Sequence[float]) -> Any:
         return np.asarray(values, np.float32)
@@ -35,15 +46,20 @@ def decoding_options(
     def ints(values: Sequence[int], dtype: Any = np.int32) -> Any:
         return np.asarray(values, dtype)
 
-    steps = [row.denoising_steps or model.block_length for row in rows]
+    own = floats([row.rule_option for row in rows])
+    known = {row.strategy for row in rows}.union(strategies)
+    names = [name for name in RULES if name in known]
+    rules = [RULES[name].of_rows(own) for name in names]
+    choice = ints([names.index(row.strategy) for row in rows])
     return DecodingOptions(
-        rule=RULES[rows[0].strategy].of_rows(floats([row.rule_option for row in rows])),
+        rule=rules[0] if len(rules) == 1 else MixedRules(choice, tuple(rules)),
         rows=RowOptions(
             temperature=floats([row.temperature for row in rows]),
             # A row asks for at most the whole vocabulary, which is the same as no filter.
             top_k=ints([min(row.top_k, model.vocab_size) for row in rows]),
             top_p=floats([row.top_p for row in rows]),
-            denoising_steps=ints(steps),
+            denoising_steps=ints([row.denoising_steps or model.block_length for row in rows]),
+            confidence=ints([CONFIDENCE_SOURCES.index(row.confidence) for row in rows]),
         ),
         seeds=ints(seeds, np.uint32),
     )

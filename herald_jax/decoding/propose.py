@@ -17,24 +17,32 @@ from herald_jax.configs import ModelConfig
 
 
 class RowOptions(NamedTuple):
-    """Numeric sampling options of each row."""
+    """Numeric sampling options of each row.
+
+    `confidence` is a place in `CONFIDENCE_SOURCES`.
+    """
 
     temperature: Float[Array, " R"]
     top_k: Int[Array, " R"]
     top_p: Float[Array, " R"]
     denoising_steps: Int[Array, " R"]
+    confidence: Int[Array, " R"]
+
+
+CONFIDENCE_SOURCES = ("raw", "scaled", "filtered")
+"""Distributions from which a rule's confidence and entropy may be taken."""
 
 
 class ProposalSpec(NamedTuple):
     """Static facts that shape the program.
 
     Attributes:
-        confidence: Which distribution confidences come from (`SamplingParams.confidence`).
+        sources: The distributions that some row takes its confidences from.
         is_sampled: True if some row has a temperature above 0.
         is_filtered: True if some row uses top-k or top-p.
     """
 
-    confidence: str
+    sources: tuple[str, ...]
     is_sampled: bool
     is_filtered: bool
 
@@ -140,12 +148,30 @@ def propose(
         rank, filtered = drawn, source
     tokens = jnp.where(is_greedy[:, None], greedy, drawn.astype(jnp.int32))
     log_p = raw.log_probability(tokens)
-    if spec.confidence == "raw":
-        return Proposal(tokens, jnp.exp(log_p), raw.entropy(), log_p)
-    if spec.confidence == "scaled":
-        return Proposal(tokens, jnp.exp(source.log_probability(tokens)), source.entropy(), log_p)
-    confidence = jnp.exp(filtered.log_probability(rank))
-    return Proposal(tokens, confidence, filtered.entropy(), log_p)
+    drawn_from = {"raw": (raw, tokens), "scaled": (source, tokens), "filtered": (filtered, rank)}
+    confidence, entropy = _select(
+        [
+            (jnp.exp(distribution.log_probability(chosen)), distribution.entropy())
+            for distribution, chosen in (drawn_from[name] for name in spec.sources)
+        ],
+        [CONFIDENCE_SOURCES.index(name) for name in spec.sources],
+        options.confidence,
+    )
+    return Proposal(tokens, confidence, entropy, log_p)
+
+
+def _select(
+    statistics: list[tuple[Float[Array, "R B"], Float[Array, "R B"]]],
+    codes: list[int],
+    wanted: Int[Array, " R"],
+) -> tuple[Float[Array, "R B"], Float[Array, "R B"]]:
+    """Each row's confidence and entropy from the source that it wants."""
+    confidence, entropy = statistics[0]
+    for code, (other_confidence, other_entropy) in zip(codes[1:], statistics[1:], strict=True):
+        is_wanted = (wanted == code)[:, None]
+        confidence = jnp.where(is_wanted, other_confidence, confidence)
+        entropy = jnp.where(is_wanted, other_entropy, entropy)
+    return confidence, entropy
 
 
 def _filter(ranked: Float[Array, "R B V"], options: RowOptions) -> Float[Array, "R B V"]:

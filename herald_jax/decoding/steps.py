@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec, RowOptions, propose, suppress
-from herald_jax.decoding.rules import BlockView, UnmaskRule, most_confident, quota
+from herald_jax.decoding.rules import BlockView, Chooser, most_confident, quota
 from herald_jax.models.decoder import Decoder
 
 
 class DecodingOptions(NamedTuple):
     """What decides a row's tokens besides its logits."""
 
-    rule: UnmaskRule
+    rule: Chooser
     rows: RowOptions
     seeds: UInt32[Array, " R"]
 

@@ -4,10 +4,17 @@ A rule is one file with one class and one line in `RULES`. The decoding loop kno
 `UnmaskRule` protocol.
 """
 
-from herald_jax.decoding.rules.base import BlockView, UnmaskRule, most_confident, quota
+from herald_jax.decoding.rules.base import (
+    BlockView,
+    Chooser,
+    UnmaskRule,
+    most_confident,
+    quota,
+)
 from herald_jax.decoding.rules.entropy_bounded import EntropyBounded
 from herald_jax.decoding.rules.low_confidence_dynamic import LowConfidenceDynamic
 from herald_jax.decoding.rules.low_confidence_static import LowConfidenceStatic
+from herald_jax.decoding.rules.mixed import MixedRules
 from herald_jax.decoding.rules.sequential import Sequential
 
 RULES: dict[str, type[UnmaskRule]] = {
@@ -18,4 +25,4 @@ RULES: dict[str, type[UnmaskRule]] = {
 }
 """Strategy name in `SamplingParams` -> rule."""
 
-__all__ = ["RULES", "BlockView", "UnmaskRule", "most_confident", "quota"]
+__all__ = ["RULES", "BlockView", "Chooser", "MixedRules", "UnmaskRule", "most_confident", "quota"]

@@ -24,12 +24,20 @@ class BlockView(NamedTuple):
     quota: Int[Array, " R"]
 
 
-class UnmaskRule(Protocol):
+class Chooser(Protocol):
     """A pytree of per-row options that picks the positions to commit.
 
-    The loop adds two guarantees to every rule: only masked positions are committed, and a
-    row with masks left commits at least one.
+    The loop adds two guarantees: only masked positions are committed, and a row with masks
+    left commits at least one.
     """
+
+    def __call__(self, view: BlockView) -> Bool[Array, "R B"]:
+        """True where a token is committed."""
+        ...
+
+
+class UnmaskRule(Chooser, Protocol):
+    """A chooser that a strategy name in `SamplingParams` stands for."""
 
     option: ClassVar[str | None]
     """The `SamplingParams` field that the rule reads besides `denoising_steps`, if any."""
@@ -40,10 +48,6 @@ class UnmaskRule(Protocol):
     @classmethod
     def of_rows(cls, options: Float[Any, " R"]) -> Self:
         """The rule for rows whose `option` has these values (ignored without an option)."""
-        ...
-
-    def __call__(self, view: BlockView) -> Bool[Array, "R B"]:
-        """True where a token is committed."""
         ...
 
 
