@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from herald_jax._checks import ConfigError
+    from herald_jax.checkpoint import load_params
     from herald_jax.configs import ModelConfig
+    from herald_jax.decoding.generate import (
+        GenerationOutput,
+        generate,
+        generate_program,
+        pad_prompts,
+    )
     from herald_jax.llm import LLM
     from herald_jax.outputs import (
         CompletionOutput,
@@ -40,6 +47,11 @@ _HOMES = {
     "StreamEvent": "herald_jax.outputs",
     "GenerationError": "herald_jax.outputs",
     "GenerationInterrupted": "herald_jax.outputs",
+    "GenerationOutput": "herald_jax.decoding.generate",
+    "generate": "herald_jax.decoding.generate",
+    "generate_program": "herald_jax.decoding.generate",
+    "pad_prompts": "herald_jax.decoding.generate",
+    "load_params": "herald_jax.checkpoint",
     "ModelConfig": "herald_jax.configs",
     "ConfigError": "herald_jax._checks",
 }
@@ -54,6 +66,11 @@ __all__ = [
     "StreamEvent",
     "GenerationError",
     "GenerationInterrupted",
+    "GenerationOutput",
+    "generate",
+    "generate_program",
+    "pad_prompts",
+    "load_params",
     "ModelConfig",
     "ConfigError",
 ]

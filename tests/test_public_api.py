@@ -18,6 +18,11 @@ PUBLIC = {
     "StreamEvent",
     "GenerationError",
     "GenerationInterrupted",
+    "GenerationOutput",
+    "generate",
+    "generate_program",
+    "pad_prompts",
+    "load_params",
     "ModelConfig",
     "ConfigError",
 }

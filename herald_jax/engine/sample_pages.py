@@ -105,18 +105,13 @@ class SamplePages:
         Raises:
             RuntimeError: If the account does not add up.
         """
-        self.pool.check()
         owners = [0] * self.pool.num_pages
         for sample in running:
             if len(set(sample.pages)) != len(sample.pages):
                 raise RuntimeError(f"{sample.request_id!r} has a page twice: {sample.pages}")
             for page in sample.pages:
                 owners[page] += 1
-        for page, count in enumerate(owners):
-            if count != self.pool.references(page):
-                raise RuntimeError(
-                    f"page {page} has {self.pool.references(page)} references, {count} owners"
-                )
+        self.pool.check(owners)
         for sample in running:
             # Pages from here on are still written.
             for page in sample.pages[sample.prefilled_tokens // self._page_tokens :]:

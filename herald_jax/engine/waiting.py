@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Iterator
 
 from herald_jax._checks import ConfigError, require_int
@@ -13,9 +14,8 @@ class QueueFull(RuntimeError):
     """Raised when no more requests may wait; the caller tries again later."""
 
 
-def order_key(sample: Sample) -> tuple[int, int]:
-    """The sample's place among all samples, waiting or running."""
-    return sample.key
+order_key = operator.attrgetter("key")
+"""The place of a sample among all samples, waiting or running."""
 
 
 class WaitingQueue:

@@ -79,8 +79,11 @@ def drive(runner: Runner, requests: list[RowRequest]) -> list[Row]:
     batch = runner.start(requests)
     rows = [Row() for _ in requests]
     while batch.is_active.any():
-        active = batch.is_active.copy()
+        active, blocks = batch.is_active.copy(), batch.block_index
         result = runner.decode_block(batch)
+        moved = batch.block_index - blocks
+        assert moved[: len(requests)].tolist() == active.astype(int).tolist()
+        assert not moved[len(requests) :].any()
         for index, (row, asked) in enumerate(zip(rows, requests, strict=True)):
             if not active[index]:
                 assert not result.is_generated[index].any() and result.steps[index] == 0

@@ -1,0 +1,345 @@
+"""Continuous batching at block boundaries: requests in, finished blocks out, step by step.
+
+The engine joins the scheduler, which decides, with the device, which runs. Up to `run_ahead`
+steps are on the device while their results are unread; a row's block boundary, its stop ids and
+its length are handled there, so the device does not wait for the host between steps.
+
+One thread at a time may use an engine; `AsyncLLM` gives one to many tasks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from herald_jax._checks import ConfigError, require
+from herald_jax.configs import ModelConfig
+from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.engine.config import EngineConfig, EngineSizes, size_engine
+from herald_jax.engine.memory import device_bytes_limit
+from herald_jax.engine.pages import PageAllocator
+from herald_jax.engine.request import Request, RowProgress
+from herald_jax.engine.sample import Sample
+from herald_jax.engine.scheduler import Scheduler
+from herald_jax.engine.slot_runner import CommittedBlock, PendingStep, RowSampling, SlotRunner
+from herald_jax.models.decoder import Params
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class LiveSample:
+    """One sample of a request on its way through the engine.
+
+    Times are of `time.perf_counter`; they are `None` until the event has happened. A sample
+    that was preempted keeps the times of its first stay.
+
+    Attributes:
+        request_id: The request's name.
+        sample_index: Number of the sample within the request.
+        seed: Seed of its random stream.
+        progress: What of the finished blocks counts.
+        arrived: When the request was added.
+        admitted: When its prefill was first planned.
+        started: When its first block was dispatched.
+        first_block: When its first block was read.
+        ended: When it ended.
+        reused_tokens: Prompt tokens whose keys and values were there already.
+        preemptions: How often it was set back to its last finished block.
+    """
+
+    request_id: str
+    sample_index: int
+    seed: int
+    progress: RowProgress
+    arrived: float
+    admitted: float | None = None
+    started: float | None = None
+    first_block: float | None = None
+    ended: float | None = None
+    reused_tokens: int = 0
+    preemptions: int = 0
+
+
+class EngineStepError(RuntimeError):
+    """Raised for requests that were on the device when a step failed; the cause is chained."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleEvent:
+    """A sample got a block, or ended. `error` is set if a failure ended it."""
+
+    sample: LiveSample
+    error: Exception | None = None
+
+
+def params_difference(old: Params, new: Params) -> list[str]:
+    """What keeps `new` from taking the place of `old`: missing, unexpected or other leaves."""
+
+    def describe(tree: Params) -> dict[str, tuple]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(p): (leaf.shape, str(leaf.dtype)) for p, leaf in leaves}
+
+    was, wanted = describe(old), describe(new)
+    return [
+        f"{name}: expected {was.get(name, 'nothing')}, got {wanted.get(name, 'nothing')}"
+        for name in sorted(was.keys() | wanted.keys())
+        if was.get(name) != wanted.get(name)
+    ]
+
+
+class LLMEngine:
+    """Decodes many requests at once.
+
+    Args:
+        config: The model.
+        params: Its parameters, on the device.
+        engine: Settings.
+
+    Attributes:
+        sizes: What the settings came to on this machine.
+        scheduler: The queue, rows and pages.
+
+    Raises:
+        ConfigError: If a sample of `max_model_len` would not fit.
+    """
+
+    def __init__(
+        self, config: ModelConfig, params: Params, engine: EngineConfig | None = None
+    ) -> None:
+        self.config = config
+        self.settings = engine or EngineConfig()
+        leaves = jax.tree.leaves(params)
+        device = next(iter(leaves[0].devices()))
+        limit = int(device_bytes_limit(device) * self.settings.device_memory_fraction)
+        self.sizes: EngineSizes = size_engine(
+            self.settings,
+            config,
+            itemsize=params["embed_tokens"]["embedding"].dtype.itemsize,
+            free_bytes=limit - sum(leaf.nbytes for leaf in leaves),
+            is_cpu=device.platform == "cpu",
+        )
+        self._params = params
+        self._params_version = 0
+        pages = PageAllocator(
+            self.sizes.num_pages,
+            self.sizes.page_tokens,
+            share_prefixes=self.settings.share_prefixes,
+        )
+        block = config.block_length
+        self.scheduler = Scheduler(
+            pages,
+            block_length=block,
+            max_rows=self.sizes.max_rows,
+            max_step_tokens=(self.sizes.max_rows + self.sizes.prefill_slots) * block,
+            max_model_len=self.sizes.max_model_len,
+            run_ahead=self.settings.run_ahead,
+            max_waiting=self.settings.max_waiting,
+            aging_ticks=self.settings.aging_ticks,
+            prefix_root=self._prefix_root(),
+        )
+        self._runner = self._make_runner()
+        self._pending: collections.deque[PendingStep] = collections.deque()
+        self._samples: dict[tuple[str, int], LiveSample] = {}
+        self._options: dict[tuple[str, int], RowSampling] = {}
+
+    def _make_runner(self) -> SlotRunner:
+        sizes = self.sizes
+        return SlotRunner(
+            self.config,
+            self._params,
+            max_rows=sizes.max_rows,
+            num_pages=sizes.num_pages,
+            page_tokens=sizes.page_tokens,
+            table_pages=sizes.table_pages,
+            prefill_slots=sizes.prefill_slots,
+        )
+
+    def _prefix_root(self) -> bytes:
+        text = f"{self.config.to_json()}:{self._params_version}"
+        return hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+    @property
+    def params(self) -> Params:
+        """The parameters that the next step will use."""
+        return self._params
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request waits or runs, or results are unread."""
+        return bool(self._pending) or not self.scheduler.is_idle
+
+    def update_params(self, params: Params) -> None:
+        """Swaps the weights in place, without compiling anything.
+
+        Raises:
+            ConfigError: If requests are running, or the new ones differ in structure, shape or
+                dtype; the old ones stay then.
+        """
+        if self.has_unfinished:
+            raise ConfigError(
+                "update_params needs an idle engine: the keys and values of running requests "
+                "belong to the old parameters. Wait for them or abort them first."
+            )
+        faults = params_difference(self._params, params)
+        if faults:
+            raise ConfigError("params do not fit the model:\n  " + "\n  ".join(faults))
+        self._params = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), params, self._params
+        )
+        self._runner.params = self._params
+        self._params_version += 1
+        self.scheduler.set_prefix_root(self._prefix_root())
+
+    def warmup(self, specs: Sequence[ProposalSpec] = ()) -> None:
+        """Compiles, ahead of time, everything that requests can need, or these kinds of step."""
+        if specs:
+            self._runner.warmup(specs)
+        else:
+            self._runner.warmup()
+
+    def add_request(
+        self,
+        request_id: str,
+        request: Request,
+        progresses: Sequence[RowProgress],
+        seeds: Sequence[int],
+        *,
+        priority: int = 0,
+    ) -> list[LiveSample]:
+        """The samples of a request that was put into the queue.
+
+        Args:
+            request_id: A name that no live request has.
+            request: The checked request.
+            progresses: A fresh progress object for each sample.
+            seeds: The seed of each sample.
+            priority: Lower goes first.
+
+        Raises:
+            ConfigError: If the request could never run.
+            OutOfPages: If it would not fit the empty page pool.
+            QueueFull: If too many samples are waiting.
+        """
+        require(len(progresses) == len(seeds), "seeds", len(seeds), f"{len(progresses)} of them")
+        self.scheduler.add(
+            request_id,
+            request.prompt_token_ids,
+            progresses,
+            max_tokens=request.sampling.max_tokens,
+            priority=priority,
+        )
+        arrived = time.perf_counter()
+        live = []
+        for index, (progress, seed) in enumerate(zip(progresses, seeds, strict=True)):
+            sample = LiveSample(
+                request_id=request_id,
+                sample_index=index,
+                seed=seed,
+                progress=progress,
+                arrived=arrived,
+            )
+            self._samples[request_id, index] = sample
+            self._options[request_id, index] = RowSampling(request.sampling, seed)
+            live.append(sample)
+        return live
+
+    def abort(self, request_id: str) -> list[LiveSample]:
+        """The samples that this call ended; empty if the request is unknown or has ended."""
+        return [self._close(sample) for sample in self.scheduler.abort(request_id)]
+
+    def step(self) -> list[SampleEvent]:
+        """Dispatches the next step and reads what is due; what happened to which sample."""
+        events: list[SampleEvent] = []
+        while len(self._pending) >= self.settings.run_ahead:
+            events += self._read()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return events + (self._read() if self._pending else [])
+        now = time.perf_counter()
+        options = {}
+        for slot in plan.prefill:
+            self._note(slot.row, slot.epoch, admitted=now)
+        for start in plan.starts:
+            sample = self._note(start.row, start.epoch, admitted=now, started=now)
+            options[start.row] = self._options[sample.request_id, sample.sample_index]
+        try:
+            self._pending.extend(self._runner.dispatch(plan, options))
+        except Exception as error:
+            events += self._fail_step(error)
+        return events
+
+    def _note(self, row: int, epoch: int, **times: float) -> LiveSample:
+        """Sets times of a stay's sample that are not set yet."""
+        sample = self.scheduler.sample_at(row, epoch)
+        assert sample is not None, "the plan was made just now"
+        live = self._samples[sample.request_id, sample.sample_index]
+        for name, value in times.items():
+            if getattr(live, name) is None:
+                setattr(live, name, value)
+        return live
+
+    def _read(self) -> list[SampleEvent]:
+        step = self._pending.popleft()
+        try:
+            blocks = step.read()
+        except Exception as error:
+            return self._fail_step(error)
+        return [event for block in blocks for event in self._take(block)]
+
+    def _take(self, block: CommittedBlock) -> list[SampleEvent]:
+        sample = self.scheduler.sample_at(block.row, block.epoch)
+        if sample is None:
+            self.scheduler.on_block(block.row, block.epoch, block.index, block.block)
+            return []
+        live = self._samples[sample.request_id, sample.sample_index]
+        try:
+            self.scheduler.on_block(block.row, block.epoch, block.index, block.block)
+        except Exception as error:
+            # The host could not take the block, as when a tokenizer fails on it: this request
+            # ends with what it has, and the others go on.
+            return self._fail_request(sample.request_id, error)
+        if live.first_block is None:
+            live.first_block = time.perf_counter()
+        if live.progress.finish_reason is not None:
+            self._close(sample)
+        return [SampleEvent(live)]
+
+    def _close(self, sample: Sample) -> LiveSample:
+        live = self._samples.pop((sample.request_id, sample.sample_index))
+        self._options.pop((sample.request_id, sample.sample_index))
+        live.ended = time.perf_counter()
+        live.reused_tokens, live.preemptions = sample.reused_tokens, sample.preemptions
+        return live
+
+    def _fail_request(self, request_id: str, error: Exception) -> list[SampleEvent]:
+        return [SampleEvent(live, error) for live in self.abort(request_id)]
+
+    def _fail_step(self, cause: Exception) -> list[SampleEvent]:
+        """Ends the requests that were on the device and makes the device's state anew.
+
+        The failed program had the cache by donation, so nothing that it held can be trusted.
+        Requests that only wait are not touched.
+        """
+        error = EngineStepError(f"a step failed on the device: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._pending.clear()
+        running = {sample.request_id: None for sample in self.scheduler.running}
+        events = [event for name in running for event in self._fail_request(name, error)]
+        self.scheduler.set_prefix_root(self._prefix_root())
+        self._runner.reset()
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine holds and has done, for metrics."""
+        return {
+            "waiting": len(self.scheduler.waiting),
+            "running": len(self.scheduler.running),
+            "pending_steps": len(self._pending),
+            "kv_bytes": self.sizes.kv_bytes,
+            **dataclasses.asdict(self.scheduler.counts),
+        }

@@ -1,0 +1,300 @@
+"""Runs step plans on the device: shapes, compiled programs and results in flight.
+
+Ownership: this object owns the page pool and the rows' states. Each step takes both by
+donation and its results replace them, so nobody else may hold them. Plans run in the order of
+`dispatch`, which returns at once; `PendingStep.read` waits for that step's small results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from herald_jax.cache.paged import PagedCache
+from herald_jax.configs import ModelConfig
+from herald_jax.decoding.options import decoding_options, proposal_spec, stop_ids
+from herald_jax.decoding.propose import CONFIDENCE_SOURCES, ProposalSpec
+from herald_jax.decoding.rules import RULES
+from herald_jax.decoding.slots import (
+    DecodeSlots,
+    PrefillSlots,
+    RowStarts,
+    RowStates,
+    SlotOutput,
+    run_slots,
+)
+from herald_jax.decoding.steps import DecodingOptions
+from herald_jax.engine.plan import DecodeSlot, StepPlan
+from herald_jax.engine.request import RowBlock
+from herald_jax.models.decoder import Params, bind
+from herald_jax.sampling import SamplingParams
+
+STOP_ID_SLOTS = 16
+"""Stop ids of a row that the device looks at; the host looks at all of them.
+
+A row with more runs on until the host has read its block, as a row with stop strings does.
+"""
+
+GREEDY = ProposalSpec(("raw",), is_sampled=False, is_filtered=False)
+SAMPLED = ProposalSpec(("raw",), is_sampled=True, is_filtered=False)
+FILTERED = ProposalSpec(CONFIDENCE_SOURCES, is_sampled=True, is_filtered=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowSampling:
+    """What decides the tokens of the sample that holds a row."""
+
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommittedBlock:
+    """A block that a step committed, with the stay that it belongs to."""
+
+    row: int
+    epoch: int
+    index: int
+    block: RowBlock
+
+
+class PendingStep:
+    """A step that was dispatched; its results are on their way to the host."""
+
+    def __init__(self, slots: Sequence[DecodeSlot], output: SlotOutput) -> None:
+        """Starts the copies."""
+        self._slots, self._output = slots, output
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+
+    def read(self) -> list[CommittedBlock]:
+        """The blocks that the step committed; waits for it."""
+        output = jax.tree.map(np.asarray, self._output)
+        block = output.block
+        return [
+            CommittedBlock(
+                row=slot.row,
+                epoch=slot.epoch,
+                index=int(block.index[at]),
+                block=RowBlock(
+                    token_ids=block.tokens[at],
+                    is_generated=block.unmask_steps[at] >= 0,
+                    unmask_steps=block.unmask_steps[at],
+                    confidences=block.confidences[at],
+                    logprobs=block.logprobs[at],
+                    steps=int(block.steps[at]),
+                ),
+            )
+            for at, slot in enumerate(self._slots)
+            if output.is_committed[at]
+        ]
+
+
+def _step(
+    params: Params,
+    cache: PagedCache,
+    states: RowStates,
+    tables: Int[Any, "R W"],
+    starts: RowStarts,
+    decode: DecodeSlots,
+    prefill: PrefillSlots,
+    options: DecodingOptions,
+    *,
+    model: ModelConfig,
+    spec: ProposalSpec,
+) -> tuple[PagedCache, RowStates, SlotOutput]:
+    decoder = bind(model, params)
+    return run_slots(decoder, cache, states, tables, starts, decode, prefill, options, spec)
+
+
+def row_bucket(rows: int, limit: int) -> int:
+    """Decode slots that a step with so many rows is compiled for: a power of 4, or `limit`."""
+    bucket = 1
+    while bucket < rows:
+        bucket *= 4
+    return min(bucket, limit)
+
+
+class SlotRunner:
+    """The device side of the engine.
+
+    Args:
+        config: The model.
+        params: Its parameters, on the device.
+        max_rows: Rows that may decode at the same time.
+        num_pages: Pages of the pool.
+        page_tokens: Tokens of a page, a multiple of the block length.
+        table_pages: Pages of the longest text.
+        prefill_slots: Prompt blocks that one device step takes; a plan with more is run in
+            several device steps.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        *,
+        max_rows: int,
+        num_pages: int,
+        page_tokens: int,
+        table_pages: int,
+        prefill_slots: int,
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.max_rows = max_rows
+        self.prefill_slots = prefill_slots
+        self._pool = (num_pages, page_tokens)
+        self._tables = np.zeros((max_rows, table_pages), np.int32)
+        self._no_starts = self._starts(())
+        self._programs: dict[tuple[int, int, ProposalSpec], Callable[..., Any]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the device's state anew: an empty pool, and no row that has begun."""
+        dtype = self.params["embed_tokens"]["embedding"].dtype
+        self._cache = PagedCache.zeros(self.config, *self._pool, dtype)
+        self._states = RowStates.empty(self.max_rows, self.config.block_length)
+        self._device_tables = jnp.array(self._tables, copy=True)
+        self._rows: list[RowSampling | None] = [None] * self.max_rows
+        self._gathered_for: Any = None
+        self._gathered: Any = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the page pool."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
+
+    def dispatch(self, plan: StepPlan, options: dict[int, RowSampling]) -> list[PendingStep]:
+        """Sends a plan to the device without waiting for it.
+
+        Args:
+            plan: The next plan.
+            options: Options of the rows that the plan starts.
+        """
+        for start in plan.starts:
+            self._rows[start.row] = options[start.row]
+        for table in plan.tables:
+            self._tables[table.row, : len(table.pages)] = table.pages
+        if plan.tables:
+            self._device_tables = jnp.array(self._tables, copy=True)
+        prefill = list(plan.prefill)
+        # The last device step takes the decode slots, whose rows may need what is prefilled.
+        while len(prefill) > self.prefill_slots:
+            self._run(None, prefill[: self.prefill_slots])
+            prefill = prefill[self.prefill_slots :]
+        if not plan.decode:
+            self._run(None, prefill)
+            return []
+        return [PendingStep(plan.decode, self._run(plan, prefill))]
+
+    def warmup(self, specs: Sequence[ProposalSpec] = (GREEDY, SAMPLED, FILTERED)) -> None:
+        """Compiles, ahead of time, all programs that steps with these facts can need."""
+        sizes = {row_bucket(rows, self.max_rows) for rows in range(1, self.max_rows + 1)}
+        for spec in specs:
+            for decode_slots in sorted(sizes):
+                for prefill_slots in (0, self.prefill_slots):
+                    self._program(decode_slots, prefill_slots, spec)
+
+    def _run(self, plan: StepPlan | None, prefill: Sequence[Any]) -> SlotOutput:
+        decode: Sequence[DecodeSlot] = plan.decode if plan is not None else ()
+        size = row_bucket(max(len(decode), 1), self.max_rows)
+        rows = np.full(size, self.max_rows, np.int32)
+        limits = np.zeros(size, np.int32)
+        for at, slot in enumerate(decode):
+            rows[at], limits[at] = slot.row, slot.block_limit
+        options, spec, stops = self._gather_options(decode, size)
+        program = self._program(size, self.prefill_slots if prefill else 0, spec)
+        starts = self._starts(plan.starts) if plan is not None and plan.starts else self._no_starts
+        self._cache, self._states, output = program(
+            self.params,
+            self._cache,
+            self._states,
+            self._device_tables,
+            starts,
+            DecodeSlots(rows, limits, stops),  # type: ignore[arg-type]
+            self._prefill(prefill),
+            options,
+        )
+        return output
+
+    def _gather_options(self, decode: Sequence[DecodeSlot], size: int) -> tuple[Any, Any, Any]:
+        """Option arrays of the decode slots; kept while the same samples run."""
+        key = (size, tuple((slot.row, slot.epoch) for slot in decode))
+        if self._gathered_for != key:
+            self._gathered_for, self._gathered = key, self._gather(decode, size)
+        return self._gathered
+
+    def _gather(self, decode: Sequence[DecodeSlot], size: int) -> tuple[Any, Any, Any]:
+        rows = [row for slot in decode if (row := self._rows[slot.row]) is not None]
+        if len(rows) != len(decode):
+            raise RuntimeError("a plan decodes a row that no plan has started")
+        padding = size - len(rows)
+        sampling = [row.sampling for row in rows] + [SamplingParams()] * padding
+        seeds = [row.seed for row in rows] + [0] * padding
+        stops = np.full((size, STOP_ID_SLOTS), -1, np.int32)
+        for at, row in enumerate(rows):
+            ids = stop_ids(row.sampling, self.config)[:STOP_ID_SLOTS]
+            stops[at, : len(ids)] = ids
+        options = decoding_options(sampling, seeds, self.config, strategies=tuple(RULES))
+        return options, _covering(proposal_spec(sampling)), stops
+
+    def _starts(self, starts: Sequence[Any]) -> RowStarts:
+        shape = (self.max_rows, self.config.block_length)
+        is_started = np.zeros(self.max_rows, bool)
+        index = np.zeros(self.max_rows, np.int32)
+        tokens, is_masked = np.zeros(shape, np.int32), np.ones(shape, bool)
+        for start in starts:
+            is_started[start.row], index[start.row] = True, start.index
+            tokens[start.row, : len(start.tail)] = start.tail
+            is_masked[start.row, : len(start.tail)] = False
+        return RowStarts(is_started, index, tokens, is_masked)  # type: ignore[arg-type]
+
+    def _prefill(self, prefill: Sequence[Any]) -> PrefillSlots:
+        slots = self.prefill_slots if prefill else 0
+        rows = np.full(slots, self.max_rows, np.int32)
+        index = np.zeros(slots, np.int32)
+        tokens = np.zeros((slots, self.config.block_length), np.int32)
+        for at, slot in enumerate(prefill):
+            rows[at], index[at], tokens[at] = slot.row, slot.index, slot.token_ids
+        return PrefillSlots(rows, index, tokens)  # type: ignore[arg-type]
+
+    def _program(self, decode: int, prefill: int, spec: ProposalSpec) -> Callable[..., Any]:
+        key = (decode, prefill, spec)
+        if key not in self._programs:
+            block = self.config.block_length
+            sampling = [SamplingParams()] * decode
+
+            def ints(*shape: int) -> Any:
+                return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+            step = functools.partial(_step, model=self.config, spec=spec)
+            self._programs[key] = (
+                jax.jit(step, donate_argnums=(1, 2))
+                .lower(
+                    self.params,
+                    self._cache,
+                    self._states,
+                    self._device_tables,
+                    self._no_starts,
+                    DecodeSlots(ints(decode), ints(decode), ints(decode, STOP_ID_SLOTS)),
+                    PrefillSlots(ints(prefill), ints(prefill), ints(prefill, block)),
+                    decoding_options(sampling, [0] * decode, self.config, tuple(RULES)),
+                )
+                .compile()
+            )
+        return self._programs[key]
+
+
+def _covering(spec: ProposalSpec) -> ProposalSpec:
+    """The cheapest of the three compiled kinds of step that can run such rows."""
+    if not spec.is_sampled:
+        return GREEDY
+    return SAMPLED if spec.sources == ("raw",) and not spec.is_filtered else FILTERED
