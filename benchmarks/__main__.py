@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import step
+from benchmarks import continuous, step
 
-BENCHMARKS = {"step": step}
+BENCHMARKS = {"continuous": continuous, "step": step}
 
 
 def main() -> None:

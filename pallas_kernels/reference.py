@@ -152,7 +152,9 @@ def paged_attention(
         is_visible = index * tile + jnp.arange(tile) < lengths[:, None]
         scores = _scores(queries, gather(k_pages))
         scores = jnp.where(is_visible[:, None, None, None, :], scores, -jnp.inf)
-        return _online_update(carry, scores, gather(v_pages))
+        # Weight 0 is not enough: what another request left in a page may be inf or NaN.
+        v = jnp.where(is_visible[:, None, :, None], gather(v_pages), 0)
+        return _online_update(carry, scores, v)
 
     _, total, out = lax.fori_loop(0, (lengths.max() + tile - 1) // tile, visit, carry)
     return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)

@@ -108,7 +108,15 @@ def unmask(
     logits = suppress(logits, config)
     proposal = propose(logits, rows, spec, options.seeds, state.index, state.steps)
     owed = quota(state.steps, rows.denoising_steps, config.block_length)
-    view = BlockView(state.is_masked, proposal.confidence, proposal.entropy, owed)
+    view = BlockView(
+        is_masked=state.is_masked,
+        confidence=proposal.confidence,
+        entropy=proposal.entropy,
+        quota=owed,
+        seed=options.seeds,
+        block=state.index,
+        step=state.steps,
+    )
     chosen = options.rule(view) & state.is_masked
     fallback = most_confident(proposal.confidence, state.is_masked, jnp.ones_like(owed))
     chosen = jnp.where(chosen.any(-1, keepdims=True), chosen, fallback)

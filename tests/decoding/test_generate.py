@@ -266,6 +266,12 @@ def test_a_row_alone_equals_that_row_in_a_batch(
     )
     together = jax.device_get(call(padded, sizes, seeds))
     for row in range(4):
+        sampling = batch_sampling(max_tokens)
+        if not lengths[row]:
+            # Its first block is the same at all positions: often a tie, broken by rounding.
+            plain = decode(CONFIG, oracle_params("plain"), [], int(seeds[row]), sampling)
+            if plain.margin < MARGIN:
+                continue
         alone = jax.device_get(
             call(padded[row : row + 1], sizes[row : row + 1], seeds[row : row + 1])
         )

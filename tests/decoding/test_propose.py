@@ -85,6 +85,20 @@ def test_equals_the_plain_proposal(confidence: str) -> None:
     assert compared > 0.95 * len(rows) * BLOCK
 
 
+def test_rows_with_different_confidence_sources_each_keep_their_own() -> None:
+    shared = {"temperature": 0.5, "top_k": 3}
+    sources = ("filtered", "raw", "scaled")
+    rows = [SamplingParams(confidence=name, **shared) for name in sources] + [SamplingParams()]
+    logits = some_logits(4)
+    together = run(logits, rows)
+    for row, sampling in enumerate(rows):
+        alone = run(logits[row : row + 1], [sampling], seeds=[row])
+        for name in Proposal._fields:
+            np.testing.assert_allclose(
+                getattr(together, name)[row], getattr(alone, name)[0], atol=1e-6
+            )
+
+
 def test_top_k_comes_before_top_p() -> None:
     # Of 0.4, 0.3, 0.2, 0.1, top-k 2 leaves 0.571 and 0.429: top-p 0.5 then keeps one token. The
     # other order would keep two.

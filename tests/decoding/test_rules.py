@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from herald_jax.decoding.options import decoding_options
 from herald_jax.decoding.rules import RULES, BlockView, most_confident, quota
 from herald_jax.sampling import SamplingParams
 from tests.oracle import best_first, choose
+from tests.stub_decoder import stub_config
 
 BLOCK = 6
 ROWS = 3
@@ -22,13 +24,18 @@ confidences = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.75, 1.0, math.nan])
 entropies = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.5])
 
 
+def place(rows: int) -> tuple[Any, Any, Any]:
+    """Seed, block and step of rows whose rules do not look at them."""
+    return jnp.arange(rows, dtype=jnp.uint32), jnp.arange(rows), jnp.arange(rows)
+
+
 def rows_of(values: Any) -> Any:
     row = st.lists(values, min_size=BLOCK, max_size=BLOCK)
     return st.lists(row, min_size=ROWS, max_size=ROWS)
 
 
 @pytest.mark.parametrize("strategy", RULES)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     is_masked=rows_of(st.booleans()),
     confidence=rows_of(confidences),
@@ -53,6 +60,7 @@ def test_rules_choose_what_the_plain_rules_choose(
         jnp.asarray(confidence, jnp.float32),
         jnp.asarray(entropy, jnp.float32),
         quota(jnp.full(ROWS, step, jnp.int32), steps, BLOCK),
+        *place(ROWS),
     )
     chosen = np.asarray(rule(view))
     for row in range(ROWS):
@@ -72,7 +80,8 @@ def test_rules_choose_what_the_plain_rules_choose(
 def view_of(confidence: list[float], count: int, entropy: list[float] | None = None) -> BlockView:
     values = jnp.asarray([confidence], jnp.float32)
     nats = values if entropy is None else jnp.asarray([entropy], jnp.float32)
-    return BlockView(jnp.ones(values.shape, bool), values, nats, jnp.array([count], jnp.int32))
+    owed = jnp.array([count], jnp.int32)
+    return BlockView(jnp.ones(values.shape, bool), values, nats, owed, *place(1))
 
 
 def pick(strategy: str, option: float, view: BlockView) -> list[int]:
@@ -122,7 +131,7 @@ def test_quota_gives_the_remainder_to_the_first_steps() -> None:
         assert sum(schedule(steps, 7)) == 7
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     is_masked=rows_of(st.booleans()),
     score=rows_of(st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 2.0, math.inf, math.nan])),
@@ -153,3 +162,37 @@ def test_every_rule_names_its_option_and_default() -> None:
         if rule.option is not None:
             assert SamplingParams(strategy=name).rule_option == rule.option_default
             assert SamplingParams(strategy=name, **{rule.option: 0.125}).rule_option == 0.125
+
+
+def test_rows_with_different_rules_are_each_decided_by_their_own() -> None:
+    rows = [
+        SamplingParams(strategy="sequential", denoising_steps=2),
+        SamplingParams(threshold=0.5),
+        SamplingParams(strategy="entropy_bounded", entropy_bound=0.75),
+        SamplingParams(strategy="low_confidence_static", denoising_steps=3),
+        SamplingParams(threshold=0.125),
+    ]
+    rng = np.random.default_rng(0)
+    confidence, entropy = rng.random((2, 5, BLOCK)).astype(np.float32)
+    is_masked = rng.random((5, BLOCK)) < 0.8
+    config = stub_config(block_length=BLOCK)
+    options = decoding_options(rows, [0] * 5, config)
+    owed = quota(jnp.zeros(5, jnp.int32), jnp.asarray(options.rows.denoising_steps), BLOCK)
+    view = BlockView(
+        jnp.asarray(is_masked),
+        jnp.asarray(confidence),
+        jnp.asarray(entropy),
+        owed,
+        *place(len(owed)),
+    )
+    chosen = np.asarray(options.rule(view))
+    for row, sampling in enumerate(rows):
+        masked = np.flatnonzero(is_masked[row]).tolist()
+        expected = choose(
+            sampling,
+            {i: float(confidence[row, i]) for i in masked},
+            {i: float(entropy[row, i]) for i in masked},
+            0,
+            BLOCK,
+        )
+        assert np.flatnonzero(chosen[row]).tolist() == sorted(expected)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.parity
 @pytest.mark.parametrize("name", ["qwen3_untied", "qwen3_tied", "qwen2_bias"])
 @pytest.mark.parametrize("seed", [11, 12])
 def test_logits_equal_those_of_transformers(name: str, seed: int) -> None:
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from tests.golden.make_qwen3 import CONFIGS, reference_logits, reference_model, tensors_of
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class BlockView(NamedTuple):
@@ -15,13 +15,17 @@ class BlockView(NamedTuple):
 
     `confidence` and `entropy` (nats) belong to the distribution that
     `SamplingParams.confidence` names. `quota` is the number of positions that the row's
-    schedule asks this step to commit.
+    schedule asks this step to commit. A rule with a choice of its own may depend on `seed`,
+    `block` (absolute) and `step` (within the block), and on nothing of another row.
     """
 
     is_masked: Bool[Array, "R B"]
     confidence: Float[Array, "R B"]
     entropy: Float[Array, "R B"]
     quota: Int[Array, " R"]
+    seed: UInt32[Array, " R"]
+    block: Int[Array, " R"]
+    step: Int[Array, " R"]
 
 
 class Chooser(Protocol):
