@@ -314,7 +314,7 @@ def _cases() -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--abort-every", type=float, default=1.0, help="seconds between aborts")

@@ -1,7 +1,6 @@
 """Comparison of a converted checkpoint with the torch reference.
 
-The reference is a class of transformers itself, built from a config that is made here: code
-that a checkpoint brings along is never run.
+The references are in `convert.references`; here both models run on the same tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from convert.families import Family
 from convert.reader import HuggingFaceFolder
+from convert.references import BUILDERS, reference_logits
 from convert.report import Findings
-from convert.safetensors_file import FileStream
 from herald_jax.checkpoint import load_params
 from herald_jax.configs import ModelConfig
 from herald_jax.models import bind
@@ -58,7 +57,7 @@ class CheckResult:
 def require_reference(family: Family, findings: Findings) -> None:
     """Notes a fault unless the reference of `family` can be run here."""
     absent = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
-    if family.reference not in _REFERENCES:
+    if family.reference not in BUILDERS:
         findings.fault(
             "check",
             f"--check for {family.name}",
@@ -87,7 +86,7 @@ def compare_logits(
     length = 3 * config.block_length + config.block_length // 2
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, length)
     assert family.reference is not None
-    wanted = _REFERENCES[family.reference](hf, config, tokens, jnp.dtype(dtype))
+    wanted = reference_logits(family.reference, hf, config, tokens, jnp.dtype(dtype))
     params = load_params(converted, config, dtype=jnp.float32)
     with jax.default_matmul_precision("highest"):
         found = np.asarray(block_causal_logits(config, params, jnp.asarray(tokens[None])))[0]
@@ -115,45 +114,3 @@ def block_causal_logits(
         return decoder.logits(decoder(tokens, positions, attend)[0])
 
     return run(params)
-
-
-def _qwen3_logits(
-    hf: HuggingFaceFolder, config: ModelConfig, tokens: np.ndarray, dtype: np.dtype[Any]
-) -> np.ndarray:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    # Read anew from the published fields, so that a misread config shows up as well.
-    names = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-        *("rms_norm_eps", "hidden_act"),
-    )
-    rope = hf.config.get("rope_parameters") or {"rope_theta": hf.config.get("rope_theta")}
-    settings = Qwen3Config(
-        **{name: hf.config[name] for name in names},
-        rope_parameters={"rope_type": "default", "rope_theta": rope["rope_theta"]},
-        attention_bias=config.qkv_bias,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-    model = Qwen3ForCausalLM(settings).float().eval()
-    model.set_attn_implementation("eager")  # the kind that takes an additive 4-D mask
-    slots = model.state_dict()
-    with torch.no_grad():
-        for key, slot in slots.items():
-            if key.endswith("o_proj.bias"):
-                slot.zero_()  # Qwen3 puts a bias there too, these checkpoints do not
-        for file in hf.files:
-            with FileStream(file) as stream:
-                for entry in file.tensors:
-                    if entry.key in slots:
-                        array = stream.read(entry, dtype, transpose=False).astype(np.float32)
-                        slots[entry.key].copy_(torch.from_numpy(array))
-        blocks = torch.arange(len(tokens)) // config.block_length
-        hidden = blocks[None, :] > blocks[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-        ids = torch.from_numpy(tokens[None])
-        return model(ids, attention_mask=mask[None, None]).logits[0].numpy()
-
-
-_REFERENCES = {"qwen3": _qwen3_logits}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -15,20 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from convert.check import CheckResult, compare_logits, require_reference
+from convert.check import CheckResult, compare_logits
+from convert.examine import examine
 from convert.facts import Fact
-from convert.families import families
-from convert.plan import Planned, describe, find_family, plan, refuse_quantised
-from convert.reader import HuggingFaceFolder, find_source
-from convert.report import ConversionError, Fault, Findings
+from convert.plan import Planned
+from convert.reader import HuggingFaceFolder
+from convert.report import ConversionError, Fault
 from convert.safetensors_file import FileStream
 from herald_jax._checks import require_one_of
-from herald_jax.checkpoint import (
-    CheckpointError,
-    CheckpointWriter,
-    check_target,
-    leftovers,
-)
+from herald_jax.checkpoint import CheckpointError, CheckpointWriter
 from herald_jax.configs import ModelConfig
 
 _PACKAGES = ("herald-jax", "jax", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
@@ -97,8 +93,8 @@ def convert_checkpoint(
     """Converts a Hugging Face checkpoint and returns what was read and written.
 
     The write is atomic: `dst` appears once everything is complete, and an older checkpoint
-    there stays as it was until then. At most a pack of small tensors and one large tensor are
-    held in memory.
+    there stays as it was until then. At most a pack of small tensors and one large tensor (or
+    the stack of one projection of one layer's experts) are held in memory.
 
     Args:
         src: A folder with `config.json`, safetensors and tokenizer files, or a hub id.
@@ -117,23 +113,20 @@ def convert_checkpoint(
     """
     started = time.perf_counter()
     require_one_of("dtype", dtype, ("bfloat16", "float32"))
-    if family is not None:
-        require_one_of("family", family, families())
-    folder, commit = find_source(src)
-    findings = Findings(str(src))
-    _check_target(folder, Path(dst), force, findings)
-    hf = HuggingFaceFolder(folder, findings)
-    chosen = families()[family] if family else find_family(hf, findings)
-    refuse_quantised(hf, findings)
-    if chosen is None:
-        findings.raise_if_any()
-        raise AssertionError("an unknown family is a fault")
-    if check:
-        require_reference(chosen, findings)
-    description = describe(chosen, family, hf, mask_token_id, block_length, findings)
-    config, facts = description.config, description.facts
-    planned, ignored = plan(chosen, description, hf, findings)
+    found = examine(
+        src,
+        dst,
+        family=family,
+        mask_token_id=mask_token_id,
+        block_length=block_length,
+        force=force,
+        check=check,
+    )
+    findings, hf, chosen = found.findings, found.hf, found.family
     findings.raise_if_any()
+    assert chosen is not None, "an unknown family is a fault"
+    config, facts = found.description.config, found.description.facts
+    planned, ignored = found.plan.planned, found.plan.ignored
     assert config is not None, "an unusable config is a fault"
     try:
         with CheckpointWriter(dst, config, force=force) as writer:
@@ -141,7 +134,7 @@ def convert_checkpoint(
             for path in hf.tokenizer_files():
                 writer.add_file(path.name, path)
             record = {
-                "source": {"given": str(src), "commit": commit, "files": digests},
+                "source": {"given": str(src), "commit": found.commit, "files": digests},
                 "family": chosen.name,
                 "dtype": dtype,
                 "facts": {name: dataclasses.asdict(fact) for name, fact in facts.items()},
@@ -179,22 +172,6 @@ def convert_checkpoint(
     )
 
 
-def _check_target(folder: Path, dst: Path, force: bool, out: Findings) -> None:
-    found = None
-    here, there = folder.resolve(), dst.resolve()
-    if here == there or here in there.parents or there in here.parents:
-        found = "the source folder, or one inside or around it"
-    else:
-        try:
-            check_target(dst, force)
-        except CheckpointError as error:
-            found = str(error)
-    if found:
-        out.fault("target", str(dst), expected="a free target", found=found, fix="")
-    for path in leftovers(dst):
-        out.remark(f"{path} was left by an interrupted write.")
-
-
 def _stream(
     hf: HuggingFaceFolder,
     planned: list[Planned],
@@ -202,8 +179,20 @@ def _stream(
     dtype: np.dtype[Any],
     progress: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Writes all parameters in the order of the files and returns the files' digests."""
-    by_key = {item.entry.key: item for item in planned}
+    """Writes all parameters in the order of the files and returns the files' digests.
+
+    A stack is gathered whole when its first tensor comes by, from whatever files its tensors
+    are in, so that one stack at a time is held however the shards were cut. Its tensors are
+    read a second time for the digests of their files; by then they mostly are in the page cache.
+    """
+    single: dict[str, list[Planned]] = {}
+    stacks: dict[str, Planned] = {}
+    for item in sorted(planned, key=lambda item: item.parts[0].begin):
+        if item.is_stack:
+            stacks |= {part.key: item for part in item.parts}
+        else:
+            single.setdefault(item.parts[0].key, []).append(item)
+    written: set[str] = set()
     digests: dict[str, dict[str, Any]] = {}
     total = sum(file.nbytes for file in hf.files)
     with tqdm(
@@ -214,16 +203,43 @@ def _stream(
             bar.update(file.data_begin)
             with FileStream(file) as stream:
                 for entry in file.tensors:
-                    item = by_key.get(entry.key)
-                    if item is None:
-                        stream.skip(entry)
-                    else:
-                        array = stream.read(entry, dtype, transpose=item.transpose)
+                    stack = stacks.get(entry.key)
+                    if stack is not None and stack.target not in written:
+                        array = _read_stack(hf, stack, _dtype_of(stack, dtype))
+                        writer.write(stack.target, array)
+                        written.add(stack.target)
+                        del array
+                    items = single.get(entry.key, ())
+                    for item in items:  # several if the tensor is fused, in the order of rows
+                        array = stream.read(
+                            item.parts[0], _dtype_of(item, dtype), transpose=item.transpose
+                        )
                         writer.write(item.target, array)
                         del array  # the next tensor is read before the name is bound anew
+                    if not items:
+                        stream.skip(entry)
                     bar.update(entry.nbytes)
                 digests[file.path.name] = {"bytes": file.nbytes, "sha256": stream.sha256}
     return digests
+
+
+def _dtype_of(item: Planned, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float32) if item.is_wide else dtype
+
+
+def _read_stack(hf: HuggingFaceFolder, item: Planned, dtype: np.dtype[Any]) -> np.ndarray:
+    """One parameter that is stacked from the tensors of all experts."""
+    files = {file.path: file for file in hf.files}
+    out = np.empty(item.shape, dtype)
+    with contextlib.ExitStack() as opened:
+        streams: dict[Path, FileStream] = {}
+        for index, part in enumerate(item.parts):
+            stream = streams.get(part.path)
+            if stream is None:
+                stream = opened.enter_context(FileStream(files[part.path], digest=False))
+                streams[part.path] = stream
+            stream.read(part, dtype, transpose=item.transpose, out=out[index])
+    return out
 
 
 def _versions() -> dict[str, str]:

@@ -81,8 +81,13 @@ def mask_token(
     return fact
 
 
-def block_length(hf: HuggingFaceFolder, flag: int | None, out: Findings) -> Fact | None:
-    """The block length: flag, then config. No table has it, because variants share a config."""
+def block_length(
+    family: Family, hf: HuggingFaceFolder, flag: int | None, out: Findings
+) -> Fact | None:
+    """The block length: flag, then config, then the table of a family that has only one.
+
+    Most tables have none, because variants with other lengths share a config.
+    """
     names = ("block_size", "block_length")
     given = {name: hf.config[name] for name in names if hf.config.get(name) is not None}
     values = list(given.values())
@@ -95,6 +100,8 @@ def block_length(hf: HuggingFaceFolder, flag: int | None, out: Findings) -> Fact
     elif given:
         name, value = next(iter(given.items()))
         fact = Fact(value, f"config.json: {name}")
+    elif family.block_length is not None:
+        fact = Fact(family.block_length, f"family table: {family.name}")
     else:
         out.fault(
             "config",

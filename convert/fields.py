@@ -18,12 +18,12 @@ class FieldReader:
         self.config = config
         self._findings = findings
 
-    def integer(self, name: str) -> int | None:
-        """A required integer >= 1."""
+    def integer(self, name: str, minimum: int = 1) -> int | None:
+        """A required integer of at least `minimum`."""
         value = self.config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
             return value
-        return self._misfit(name, value, "an integer >= 1")
+        return self._misfit(name, value, f"an integer >= {minimum}")
 
     def number(self, name: str) -> float | None:
         """A required positive number."""
@@ -45,8 +45,12 @@ class FieldReader:
             wanted = " or ".join("absent" if v is None else _spelled(v) for v in values)
             self._misfit(name, value, wanted, "This is not supported.")
 
-    def rope_theta(self) -> float | None:
-        """The rotary base, at the top level or in `rope_parameters`, without any scaling."""
+    def rope_theta(self, *, is_partial: bool = False) -> float | None:
+        """The rotary base, at the top level or in `rope_parameters`, without any scaling.
+
+        Args:
+            is_partial: True if `rotary_fraction` reads `partial_rotary_factor` there.
+        """
         found: dict[str, Any] = {}
         if self.config.get("rope_theta") is not None:
             found["rope_theta"] = self.config["rope_theta"]
@@ -58,7 +62,9 @@ class FieldReader:
                 self._misfit(name, table, "a table or null")
                 continue
             kind = table.get("rope_type", table.get("type", "default"))
-            unknown = sorted(set(table) - {"rope_type", "type", "rope_theta"})
+            known = {"rope_type", "type", "rope_theta"}
+            known |= {"partial_rotary_factor"} if is_partial else set()
+            unknown = sorted(set(table) - known)
             unknown = [key for key in unknown if table[key] not in (None, 1, 1.0)]
             if kind != "default" or unknown:
                 self._misfit(name, table, "no scaling of positions", "This is not supported.")
@@ -67,6 +73,17 @@ class FieldReader:
         if len(set(map(repr, map(_as_float, found.values())))) > 1:
             return self._misfit("rope_theta", found, "the same number everywhere")
         return self._positive("rope_theta", next(iter(found.values()), None))
+
+    def rotary_fraction(self) -> float | None:
+        """The share of each head that is rotated, at the top level or in `rope_parameters`."""
+        found: dict[str, Any] = {}
+        tables = {"": self.config, "rope_parameters.": self.config.get("rope_parameters")}
+        for prefix, table in tables.items():
+            if isinstance(table, dict) and table.get("partial_rotary_factor") is not None:
+                found[f"{prefix}partial_rotary_factor"] = table["partial_rotary_factor"]
+        if len(set(map(repr, map(_as_float, found.values())))) > 1:
+            return self._misfit("partial_rotary_factor", found, "the same number everywhere")
+        return self._positive("partial_rotary_factor", next(iter(found.values()), None))
 
     def refuse_sliding_window(self) -> None:
         """Notes a fault if any layer attends to a window only."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from convert import facts as facts_of
 from convert.facts import Fact
-from convert.families import Family, detect, families
+from convert.families import Family, KeyRule, detect, families
 from convert.fields import FieldReader
 from convert.reader import HuggingFaceFolder
 from convert.report import Findings
@@ -18,14 +19,65 @@ from herald_jax.checkpoint import dotted_leaves
 from herald_jax.configs import ModelConfig
 from herald_jax.models import abstract_params
 
+_NAMING_FIELDS = (
+    *("qk_norm", "qkv_bias"),
+    *("num_experts", "num_shared_experts", "first_dense_layers", "router_bias"),
+)
+"""Fields that decide which parameters there are."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """One parameter to write: from which tensor, to which dotted path, transposed or not."""
+    """One parameter to write.
 
-    entry: TensorEntry
+    Attributes:
+        parts: The tensor, or the rows of a fused one, that it is made from; with `is_stack` one
+            for each expert.
+        target: Its dotted path.
+        transpose: True if the last two axes change places.
+        is_stack: True if the parts are stacked along a new first axis.
+        shape: Its shape.
+        is_wide: True if it stays in fp32 whatever dtype is written.
+    """
+
+    parts: tuple[TensorEntry, ...]
     target: str
     transpose: bool
+    is_stack: bool
+    shape: tuple[int, ...]
+    is_wide: bool
+
+
+@dataclasses.dataclass(slots=True)
+class KeyLine:
+    """One line of the key map as it applies here: a line of the table and what it found.
+
+    Attributes:
+        source: The key, with `{n}` and `{e}` for numbers.
+        target: Our parameter, with `{n}`.
+        transform: What happens on the way.
+        shape: Shape of one parameter; `None` if the sizes are not known.
+        parameters: Parameters that the line fills.
+        wanted: Tensors that it asks for.
+        found: How many of them are there.
+    """
+
+    source: str
+    target: str
+    transform: str
+    shape: tuple[int, ...] | None
+    parameters: int = 0
+    wanted: int = 0
+    found: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to write, keys that are left out (nothing in them is learned), and the key map."""
+
+    planned: list[Planned]
+    ignored: list[str]
+    key_map: list[KeyLine]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +86,7 @@ class Description:
 
     Attributes:
         config: The description; with stand-in sizes where faults were noted, and `None` if
-            not even the number of layers is known.
+            not even the numbers of layers and experts are known.
         facts: Values with their sources.
         sizes_known: False if the config has stand-in sizes, so that only names can be checked.
     """
@@ -86,7 +138,7 @@ def describe(
     fields = family.parse_config(FieldReader(hf.config, out))
     head_key, _ = family.rule_for("lm_head.kernel")
     mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
-    block = facts_of.block_length(hf, block_flag, out)
+    block = facts_of.block_length(family, hf, block_flag, out)
     tied = facts_of.tied_embeddings(hf, head_key, out)
     field = "architectures" if hf.config.get("architectures") else "model_type"
     family_source = "--family" if family_flag else f"config.json: {field}"
@@ -109,13 +161,16 @@ def describe(
             return Description(ModelConfig(**values), known, sizes_known=True)
         except ConfigError as error:
             out.fault("config", "config.json", expected="a usable model", found=str(error), fix="")
-    if fields["num_layers"] is None:
+    counts = ("num_layers", "num_experts", "num_shared_experts", "first_dense_layers")
+    if any(fields[name] is None for name in counts if name in fields):
         return Description(None, known, sizes_known=False)
+    options = {name: fields[name] for name in _NAMING_FIELDS if fields.get(name) is not None}
+    if options.get("num_experts"):
+        options |= {"experts_per_token": 1, "expert_intermediate_size": 2}
     names_only = ModelConfig(
         family=family.name,
         num_layers=fields["num_layers"],
-        qk_norm=bool(fields["qk_norm"]),
-        qkv_bias=bool(fields["qkv_bias"]),
+        **options,
         tie_word_embeddings=tied.value,
         vocab_size=2,
         hidden_size=2,
@@ -129,42 +184,59 @@ def describe(
     return Description(names_only, known, sizes_known=False)
 
 
-def plan(
-    family: Family, description: Description, hf: HuggingFaceFolder, out: Findings
-) -> tuple[list[Planned], list[str]]:
-    """Pairs parameters with tensors; notes missing, unexpected and unusable ones.
-
-    Returns:
-        What to write, and the keys that are left out because nothing in them is learned.
-    """
+def plan(family: Family, description: Description, hf: HuggingFaceFolder, out: Findings) -> Plan:
+    """Pairs parameters with tensors; notes missing, unexpected and unusable ones."""
     config = description.config
     if config is None:
-        return [], []
+        return Plan([], [], [])
     planned: list[Planned] = []
-    used: set[str] = set()
+    lines: dict[KeyRule, KeyLine] = {}
+    examined: set[str] = set()
     head_key, _ = family.rule_for("lm_head.kernel")
     for target, leaf in dotted_leaves(abstract_params(config)).items():
-        key, rule = family.rule_for(target)
-        used.add(key)
-        shape = leaf.shape[::-1] if rule.transform == "transpose" else leaf.shape
-        wanted = shape if description.sizes_known else None
-        entry = hf.tensors.get(key)
-        if entry is not None:
-            _check_tensor(entry, wanted, out)
-            planned.append(Planned(entry, target, rule.transform == "transpose"))
-        elif key != head_key and key not in hf.unreadable and not hf.has_blind_spots:
-            out.fault(
-                "missing",
-                key,
-                expected=f"a tensor of shape {list(wanted)}" if wanted else "a tensor",
-                found="none",
-                fix="Fetch the file that holds it, or correct config.json.",
-            )
+        source, rule = _choose(family.rules_for(target), hf)
+        is_stack = "{e}" in rule.source
+        shape = leaf.shape[1:] if is_stack else leaf.shape
+        if rule.transform == "transpose":
+            shape = (*shape[:-2], *shape[:-3:-1])
+        span = rule.rows(config) if rule.rows is not None else None
+        whole = shape if span is None else (span[2], *shape[1:])
+        keys = _keys_of(source, leaf.shape[0] if is_stack else None)
+        for key in keys:
+            if key in examined:
+                continue  # a fused tensor, met before
+            examined.add(key)
+            wanted = whole if description.sizes_known else None
+            if key in hf.tensors:
+                _check_tensor(hf.tensors[key], wanted, out)
+            elif key != head_key and key not in hf.unreadable and not hf.has_blind_spots:
+                out.fault(
+                    "missing",
+                    key,
+                    expected=f"a tensor of shape {list(wanted)}" if wanted else "a tensor",
+                    found="none",
+                    fix="Fetch the file that holds it, or correct config.json.",
+                )
+        line = lines.get(rule)
+        if line is None:
+            known = leaf.shape if description.sizes_known else None
+            line = KeyLine(rule.source, rule.target, _transform_of(rule, span), known)
+            lines[rule] = line
+        entries = [hf.tensors[key] for key in keys if key in hf.tensors]
+        line.parameters += 1
+        line.wanted += len(keys)
+        line.found += len(entries)
+        if len(entries) == len(keys):
+            if span is not None and entries[0].shape == whole:
+                entries = [entries[0].rows(span[0], span[1])]
+            wide = leaf.dtype == jnp.float32
+            transpose = rule.transform == "transpose"
+            planned.append(Planned(tuple(entries), target, transpose, is_stack, leaf.shape, wide))
     ignored = [key for key in hf.tensors if family.ignores(key)]
     if config.tie_word_embeddings and head_key in hf.tensors:
         _compare_tied(family, hf, out)
         ignored.append(head_key)
-    for key in sorted(set(hf.tensors) - used - set(ignored)):
+    for key in sorted(set(hf.tensors) - examined - set(ignored)):
         out.fault(
             "unexpected",
             key,
@@ -172,7 +244,27 @@ def plan(
             found=f"a tensor {hf.tensors[key].dtype_name} {list(hf.tensors[key].shape)}",
             fix="Use the release that fits config.json, or --family; nothing is dropped unseen.",
         )
-    return planned, sorted(ignored)
+    return Plan(planned, sorted(ignored), list(lines.values()))
+
+
+def _keys_of(source: str, count: int | None) -> list[str]:
+    """The key, or those of all experts."""
+    return [source] if count is None else [source.replace("{e}", str(e)) for e in range(count)]
+
+
+def _choose(rules: list[tuple[str, KeyRule]], hf: HuggingFaceFolder) -> tuple[str, KeyRule]:
+    """The first rule whose tensors are there (of stacked ones, the first); else the first."""
+    for source, rule in rules:
+        if _keys_of(source, 1 if "{e}" in source else None)[0] in hf.tensors:
+            return source, rule
+    return rules[0]
+
+
+def _transform_of(rule: KeyRule, span: tuple[int, int, int] | None) -> str:
+    steps = [f"rows {span[0]} to {span[1]} of {span[2]}"] if span is not None else []
+    steps += ["transposed"] if rule.transform == "transpose" else []
+    steps += ["stacked over {e}"] if "{e}" in rule.source else []
+    return ", ".join(steps) or "as it is"
 
 
 def _check_tensor(entry: TensorEntry, wanted: tuple[int, ...] | None, out: Findings) -> None:

@@ -76,6 +76,16 @@ class TensorEntry:
         """The NumPy dtype, or `None` if it is not one of the floats that weights come in."""
         return _DTYPES.get(self.dtype_name)
 
+    def rows(self, start: int, stop: int) -> TensorEntry:
+        """A part of the tensor along its first axis; its bytes lie together."""
+        row_bytes = self.nbytes // self.shape[0] if self.shape[0] else 0
+        return dataclasses.replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            begin=self.begin + start * row_bytes,
+            nbytes=(stop - start) * row_bytes,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SafetensorsFile:
@@ -140,14 +150,16 @@ class FileStream:
     """Reads the tensors of one file and hashes the file on the way.
 
     Tensors asked for in the order of their bytes cost one pass over the file, and the digest
-    is then that of the whole file, comparable with what a hub lists.
+    is then that of the whole file, comparable with what a hub lists. With `digest=False`
+    nothing is hashed, and tensors can be asked for in any order at no further cost.
     """
 
-    def __init__(self, file: SafetensorsFile) -> None:
+    def __init__(self, file: SafetensorsFile, *, digest: bool = True) -> None:
         self._file = file
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if digest else None
         self._stream = file.path.open("rb", buffering=0)
-        self._hash.update(self._read(memoryview(bytearray(file.data_begin))))
+        if self._hash is not None:
+            self._hash.update(self._read(memoryview(bytearray(file.data_begin))))
 
     def __enter__(self) -> FileStream:
         return self
@@ -158,15 +170,33 @@ class FileStream:
     @property
     def sha256(self) -> str:
         """Digest of everything read, in hexadecimal digits."""
+        assert self._hash is not None, "opened without a digest"
         return self._hash.hexdigest()
 
-    def read(self, entry: TensorEntry, dtype: np.dtype[Any], *, transpose: bool) -> np.ndarray:
-        """The tensor, cast to `dtype`, and with its two axes swapped if `transpose`."""
-        shape = entry.shape[::-1] if transpose else entry.shape
-        out = np.empty(shape, dtype)
-        rows = out.T if transpose else out
+    def read(
+        self,
+        entry: TensorEntry,
+        dtype: np.dtype[Any],
+        *,
+        transpose: bool,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The tensor, cast to `dtype`, and with its last two axes swapped if `transpose`.
+
+        Args:
+            entry: The tensor.
+            dtype: Dtype of a new result.
+            transpose: True to swap the last two axes.
+            out: Where to put it instead, in the shape and dtype of the result.
+        """
+        shape = (*entry.shape[:-2], *entry.shape[:-3:-1]) if transpose else entry.shape
+        out = np.empty(shape, dtype) if out is None else out
+        rows = out.swapaxes(-1, -2) if transpose else out
         for first, part in self.parts(entry):
-            if transpose:
+            if transpose and out.ndim == 3:
+                for index, matrix in enumerate(part, first):
+                    _copy_in_tiles(rows[index], matrix)
+            elif transpose:
                 _copy_in_tiles(rows[first : first + len(part)], part)
             elif out.ndim:
                 rows[first : first + len(part)] = part
@@ -192,7 +222,8 @@ class FileStream:
         for first in range(0, total, step):
             count = min(step, total - first)
             raw = self._read(memoryview(buffer)[: count * row_bytes])
-            self._hash.update(raw)
+            if self._hash is not None:
+                self._hash.update(raw)
             values = np.frombuffer(raw, entry.dtype)
             yield first, values.reshape((count, *row_shape) if entry.shape else ())
 
@@ -204,7 +235,9 @@ class FileStream:
             left -= self._hash_next(min(left, READ_BYTES))
 
     def _hash_next(self, count: int) -> int:
-        self._hash.update(self._read(memoryview(bytearray(count))))
+        raw = self._read(memoryview(bytearray(count)))
+        if self._hash is not None:
+            self._hash.update(raw)
         return count
 
     def _read(self, target: memoryview) -> memoryview:

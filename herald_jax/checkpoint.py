@@ -298,7 +298,8 @@ def load_params(
     Args:
         folder: A checkpoint folder.
         config: What the caller expects; the folder's own `config.json` if left out.
-        dtype: Floating dtype of the result; the stored one if left out.
+        dtype: Floating dtype of the result; the stored one if left out. Parameters that
+            `abstract_params` keeps in fp32 (routers) come back in fp32 in any case.
         sharding: Where the parameters go: one sharding for all, or a nested dict of them in
             the structure of `abstract_params(config)`; the default device if left out. The
             devices need not be those that the checkpoint was saved from.
@@ -315,16 +316,19 @@ def load_params(
     index = read_index(folder)
     config = ModelConfig.load(folder) if config is None else config
     tree = abstract_params(config)
-    _compare(folder, index["tensors"], dotted_leaves(tree))
+    expected = dotted_leaves(tree)
+    _compare(folder, index["tensors"], expected)
     shardings = _spread(tree, sharding)
 
     def load_pack(pack: str) -> dict[str, jax.Array]:
         targets: dict[str, jax.ShapeDtypeStruct] = {}
         for name, entry in index["tensors"].items():
             if entry["pack"] == pack:
-                wide = jnp.dtype(entry["dtype"] if dtype is None else dtype)
+                chosen = jnp.dtype(entry["dtype"] if dtype is None else dtype)
+                if expected[name].dtype == jnp.float32:  # of a bf16 tree: fp32 whatever is asked
+                    chosen = jnp.dtype(jnp.float32)
                 targets[name] = jax.ShapeDtypeStruct(
-                    tuple(entry["shape"]), wide, sharding=_to_default_memory(shardings[name])
+                    tuple(entry["shape"]), chosen, sharding=_to_default_memory(shardings[name])
                 )
         try:
             arrays: dict[str, jax.Array] = ocp.load(str(folder / "params" / pack), targets)

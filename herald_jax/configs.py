@@ -12,10 +12,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-from herald_jax._checks import ConfigError, require, require_float, require_int
+from herald_jax._checks import (
+    ConfigError,
+    require,
+    require_float,
+    require_int,
+    require_one_of,
+)
 
 CONFIG_FORMAT = 1
 """Version of the `config.json` that `ModelConfig.to_json` writes."""
+
+_EXPERT_FIELDS = (
+    "experts_per_token",
+    "expert_intermediate_size",
+    "num_shared_experts",
+    "first_dense_layers",
+    "router_score",
+    "router_bias",
+    "router_groups",
+    "router_top_groups",
+    "normalise_expert_weights",
+    "routed_scale",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +62,21 @@ class ModelConfig:
         stop_token_ids: Ids that end a text.
         tokenizer_vocab_size: Ids at or above this one are padding of the table and never
             emitted; `None` if every row is a real token.
+        num_experts: Routed experts of a mixture layer; 0 for a dense model, in which the other
+            fields about experts and routers keep their defaults.
+        experts_per_token: Routed experts that each token visits.
+        expert_intermediate_size: Width of one expert's SwiGLU.
+        num_shared_experts: Experts that every token visits, stored as one SwiGLU of this many
+            times `expert_intermediate_size`.
+        first_dense_layers: Layers before the first mixture layer; they have a dense MLP.
+        router_score: `softmax` over all experts, or `sigmoid` of each.
+        router_bias: True if a learned bias is added to the scores to choose experts; the
+            weights of the chosen ones come from the scores without it.
+        router_groups: Equal groups of neighbouring experts; a group is as good as its two best.
+        router_top_groups: Groups that experts are chosen from.
+        normalise_expert_weights: True if the weights of a token's experts are divided by their
+            sum.
+        routed_scale: Factor on the weights after that.
     """
 
     family: str
@@ -64,6 +98,17 @@ class ModelConfig:
     qkv_bias: bool = False
     tie_word_embeddings: bool = False
     tokenizer_vocab_size: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    num_shared_experts: int = 0
+    first_dense_layers: int = 0
+    router_score: str = "softmax"
+    router_bias: bool = False
+    router_groups: int = 1
+    router_top_groups: int = 1
+    normalise_expert_weights: bool = True
+    routed_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks every field on its own and against the others."""
@@ -123,6 +168,54 @@ class ModelConfig:
             tokens,
             "large enough for one id besides the mask id",
         )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        require_int("num_experts", self.num_experts, 0)
+        if not self.num_experts:
+            for name in _EXPERT_FIELDS:
+                default = type(self).__dataclass_fields__[name].default
+                require(
+                    getattr(self, name) == default,
+                    name,
+                    getattr(self, name),
+                    f"{default!r} in a dense model",
+                    "Set num_experts as well, or leave this out.",
+                )
+            return
+        for name in ("experts_per_token", "expert_intermediate_size"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("num_shared_experts", "first_dense_layers"):
+            require_int(name, getattr(self, name), 0)
+        for name in ("router_groups", "router_top_groups"):
+            require_int(name, getattr(self, name), 1)
+        require_one_of("router_score", self.router_score, ("softmax", "sigmoid"))
+        require_float("routed_scale", self.routed_scale, 0.0, 1e6, "a number >= 0")
+        groups = self.router_groups
+        require(
+            groups == 1 or (self.num_experts % groups == 0 and self.num_experts >= 2 * groups),
+            "router_groups",
+            groups,
+            f"a divisor of num_experts={self.num_experts} that leaves two or more in a group",
+        )
+        require(
+            self.router_top_groups <= groups,
+            "router_top_groups",
+            self.router_top_groups,
+            f"at most router_groups={groups}",
+        )
+        choice = self.num_experts // groups * self.router_top_groups
+        require(
+            self.experts_per_token <= choice,
+            "experts_per_token",
+            self.experts_per_token,
+            f"at most the {choice} experts that router_top_groups={self.router_top_groups} of "
+            f"router_groups={groups} groups leave",
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        """True if this layer is a mixture layer."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
 
     @property
     def rotary_dim(self) -> int:

@@ -25,10 +25,16 @@ TENSOR_PARALLEL: Rules = {
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
+    "expert": None,
+    "expert_mlp": "tp",
     "embed": None,
     "head_dim": None,
 }
-"""Each device holds whole heads, a slice of the MLP and a slice of the vocabulary."""
+"""Each device holds whole heads, a slice of the MLP and a slice of the vocabulary.
+
+Of a mixture each device holds a slice of every expert, so that the load is even whatever the
+router chooses; routers are replicated.
+"""
 
 
 def _axis_sizes(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -41,6 +47,8 @@ def _axis_sizes(config: ModelConfig) -> dict[str, tuple[str, int]]:
         "heads": ("num_heads", config.num_heads),
         "kv_heads": ("num_kv_heads", config.num_kv_heads),
         "mlp": ("intermediate_size", config.intermediate_size),
+        "expert": ("num_experts", config.num_experts),
+        "expert_mlp": ("expert_intermediate_size", config.expert_intermediate_size),
         "embed": ("hidden_size", config.hidden_size),
         "head_dim": ("head_dim", config.head_dim),
     }
@@ -100,10 +108,10 @@ def param_shardings(
 
     def place(variable: nnx.Variable[Any]) -> NamedSharding:
         axes = variable.get_metadata()["logical_axes"]
-        unknown = [axis for axis in axes if axis not in rules]
+        unknown = [axis for axis in axes if axis is not None and axis not in rules]
         if unknown:
             raise ConfigError(f"No sharding rule for the logical axes {unknown}.")
-        spec = PartitionSpec(*(rules[axis] for axis in axes))
+        spec = PartitionSpec(*(axis and rules[axis] for axis in axes))
         return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
     placed = jax.tree.map(

@@ -8,21 +8,32 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from convert.fields import FieldReader
+from herald_jax.configs import ModelConfig
+
+Rows = Callable[[ModelConfig], tuple[int, int, int]]
+"""First row, row after the last, and rows of the whole fused tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyRule:
-    """One line of a key table; `{n}` stands for a layer number.
+    """One line of a key table; `{n}` stands for a layer number, `{e}` for an expert's.
+
+    A target may have several lines, for tensors that are published under several names: the
+    first whose tensors are there counts.
 
     Attributes:
-        source: Key in the Hugging Face checkpoint.
+        source: Key in the Hugging Face checkpoint. With `{e}`, the tensors of all experts are
+            stacked along a new first axis.
         target: Dotted path of our parameter.
-        transform: `transpose` for torch's [out, in] projections, `keep` for the rest.
+        transform: `transpose` for torch's [out, in] projections, where the last two axes change
+            places; `keep` for the rest.
+        rows: Which rows of a fused tensor this parameter is made from; all if left out.
     """
 
     source: str
     target: str
     transform: Literal["keep", "transpose"] = "keep"
+    rows: Rows | None = None
 
     def source_of(self, target: str) -> str | None:
         """The key that fills `target`, or `None` if the rule is about other parameters."""
@@ -45,7 +56,12 @@ class Family:
         mask_tokens: Texts that the tokenizers of this family give the mask token.
         turn_end_tokens: Texts of tokens that end a turn.
         stop_token_ids: Stop ids where no file tells any.
+        block_length: Block length where no file tells it, if all checkpoints of the family have
+            the same one.
         reference: transformers class that computes the same logits, for `--check`.
+        models: Published checkpoints, for people.
+        checked: How the family was checked, for people.
+        limits: Where decoding here differs from the published scripts, for people.
     """
 
     name: str
@@ -58,19 +74,27 @@ class Family:
     mask_tokens: tuple[str, ...] = ()
     turn_end_tokens: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    block_length: int | None = None
     reference: str | None = None
+    models: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
-    def rule_for(self, target: str) -> tuple[str, KeyRule]:
-        """The source key and the rule that fill one of our parameters.
+    def rules_for(self, target: str) -> list[tuple[str, KeyRule]]:
+        """The source keys and rules that can fill one of our parameters.
 
         Raises:
             LookupError: If the table does not cover the parameter (a fault of the table).
         """
-        for rule in self.keys:
-            source = rule.source_of(target)
-            if source is not None:
-                return source, rule
-        raise LookupError(f"The key table of {self.name} has no line for {target}.")
+        found = [(rule.source_of(target), rule) for rule in self.keys]
+        usable = [(source, rule) for source, rule in found if source is not None]
+        if not usable:
+            raise LookupError(f"The key table of {self.name} has no line for {target}.")
+        return usable
+
+    def rule_for(self, target: str) -> tuple[str, KeyRule]:
+        """The first of `rules_for`."""
+        return self.rules_for(target)[0]
 
     def ignores(self, key: str) -> bool:
         """True if a tensor of this name may be left out."""

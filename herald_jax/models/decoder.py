@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from herald_jax.configs import ModelConfig
 from herald_jax.models.attention import Attend, Attention, FreshKV
 from herald_jax.models.layers import RMSNorm, SwiGLU, linear
+from herald_jax.models.moe import MixtureOfExperts
 from herald_jax.models.rope import Phases, rotary_phases
 
 Params = dict[str, Any]
@@ -25,14 +26,17 @@ Params = dict[str, Any]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each on the normed residual stream."""
+    """Attention and MLP (dense or a mixture), each on the normed residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
         self.input_layernorm = norm("embed")
         self.attention = Attention(config, dtype, rngs)
         self.post_attention_layernorm = norm("embed")
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, rngs)
+        if config.has_experts(layer):
+            self.mlp = MixtureOfExperts(config, dtype, rngs)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype, rngs)
 
     def __call__(
         self, layer: int, x: Float[Array, "R Q E"], phases: Phases, attend: Attend
@@ -57,7 +61,7 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype, rngs) for _ in range(config.num_layers)]
+            [DecoderLayer(config, layer, dtype, rngs) for layer in range(config.num_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "embed")
         if not config.tie_word_embeddings:
@@ -110,7 +114,10 @@ def abstract_state(config: ModelConfig, dtype: Any = jnp.bfloat16) -> nnx.State:
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Params:
-    """Shapes and dtypes of all parameters, as `jax.ShapeDtypeStruct` leaves."""
+    """Shapes and dtypes of all parameters, as `jax.ShapeDtypeStruct` leaves.
+
+    Routers are fp32 whatever `dtype` is.
+    """
     return nnx.to_pure_dict(abstract_state(config, dtype))
 
 
@@ -131,8 +138,7 @@ def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) 
     def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if len(leaf.shape) == 1:  # gains around one, biases come out non-zero as well
             return (1 + 0.2 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-        return (jax.random.normal(key, leaf.shape, leaf.dtype) * leaf.shape[0] ** -0.5).astype(
-            leaf.dtype
-        )
+        fan_in = leaf.shape[-2]  # stacked experts have theirs after the expert's number
+        return (jax.random.normal(key, leaf.shape, leaf.dtype) * fan_in**-0.5).astype(leaf.dtype)
 
     return jax.tree.unflatten(tree, [draw(k, leaf) for k, leaf in zip(keys, leaves, strict=True)])

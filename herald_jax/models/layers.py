@@ -56,10 +56,17 @@ def linear(
 class SwiGLU(nnx.Module):
     """Gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, inner: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.gate_proj = linear(hidden, inner, ("embed", "mlp"), dtype=dtype, rngs=rngs)
-        self.up_proj = linear(hidden, inner, ("embed", "mlp"), dtype=dtype, rngs=rngs)
-        self.down_proj = linear(inner, hidden, ("mlp", "embed"), dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        inner_axis: str = "mlp",
+    ) -> None:
+        self.gate_proj = linear(hidden, inner, ("embed", inner_axis), dtype=dtype, rngs=rngs)
+        self.up_proj = linear(hidden, inner, ("embed", inner_axis), dtype=dtype, rngs=rngs)
+        self.down_proj = linear(inner, hidden, (inner_axis, "embed"), dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "R Q E"]) -> Float[Array, "R Q E"]:
         """The MLP's output."""

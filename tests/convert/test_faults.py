@@ -319,8 +319,11 @@ def test_type_alone_is_no_family(make_source, tmp_path):
 
 
 def test_mixture_of_experts_is_another_family(make_source, tmp_path):
+    """Its config lacks the experts, and nothing is said of names that depend on them."""
     source = make_source(architectures=["SDARMoeForCausalLM"], model_type="sdar_moe")
-    only(faults_of(source, tmp_path), "config")
+    faults = faults_of(source, tmp_path)
+    assert {fault.kind for fault in faults} == {"config"}
+    assert "config.json: num_experts" in [fault.where for fault in faults]
 
 
 def test_bias_on_the_output_projection_is_not_dropped(make_source, tmp_path):

@@ -1,0 +1,59 @@
+"""`herald models`: the supported families, their status, and how each was checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from convert.families import Family
+
+HELP = "List the supported model families and how each was checked."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the sub-command."""
+    parser.add_argument("--json", action="store_true", help="one JSON object for each family")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the registry of the converter and returns the exit code."""
+    from convert.families import families
+
+    for family in sorted(families().values(), key=lambda family: family.name):
+        facts = _facts(family)
+        print(json.dumps(facts, ensure_ascii=False) if options.json else _text(facts))
+    return 0
+
+
+def _facts(family: Family) -> dict[str, Any]:
+    return {
+        "family": family.name,
+        "status": "checked on random weights" if family.checked else "unchecked",
+        "architectures": list(family.architectures),
+        "model_types": list(family.model_types),
+        "models": list(family.models),
+        "block_length": family.block_length,
+        "mask_token_id": family.mask_token_id,
+        "checked": list(family.checked),
+        "limits": list(family.limits),
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    block = facts["block_length"] or "from the checkpoint or --block-length"
+    mask = facts["mask_token_id"]
+    lines = [
+        f"{facts['family']} ({facts['status']})",
+        f"  architecture: {', '.join(facts['architectures'])}",
+        f"  models: {', '.join(facts['models']) or 'no published one is known'}",
+        f"  block length: {block}",
+        f"  mask id: {'from the checkpoint' if mask is None else mask}",
+        *(f"  checked: {line}" for line in facts["checked"]),
+        *(f"  differs: {line}" for line in facts["limits"]),
+    ]
+    return "\n".join(
+        textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in lines
+    )
