@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import continuous, step
+from benchmarks import continuous, conversion_memory, mixture, step
 
-BENCHMARKS = {"continuous": continuous, "step": step}
+BENCHMARKS = {
+    "continuous": continuous,
+    "conversion_memory": conversion_memory,
+    "mixture": mixture,
+    "step": step,
+}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ every peak is within its bound:
 
 Run from the repository root, about two minutes and 5 GB of temporary space:
 
-    python -m benchmarks.conversion_memory
+    python -m benchmarks conversion_memory
 """
 
 from __future__ import annotations
@@ -142,20 +142,15 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the record")
-    parser.add_argument("--scratch", type=Path, help="where to make the temporary folders")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
+    """Measures the cases and writes the record; exits with 1 if a bound is passed."""
     rows: list[dict[str, Any]] = []
     for name in options.case or CASES:
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
             rows.append(measure(name, Path(folder)))
-    commit = current_commit()
     path = write_record(
         "conversion_memory",
-        commit="uncommitted" if commit.startswith("unknown") else commit,
+        commit=options.commit or current_commit(),
         shapes={row["case"]: row.pop("shapes") for row in rows},
         settings={
             "bound": "2.5 x largest tensor in the destination dtype + 600 MB",
@@ -168,11 +163,16 @@ def main() -> int:
             "orbax": metadata.version("orbax-checkpoint"),
         },
         figures={row.pop("case"): row for row in rows},
-        folder=options.out,
+        folder=options.output,
     )
     print(path.read_text(encoding="utf-8"), end="")
-    return 0 if all(row["within_bound"] for row in rows) else 1
+    if not all(row["within_bound"] for row in rows):
+        sys.exit(1)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--scratch", type=Path, help="where to make the temporary folders")
+    parser.add_argument("--commit", help="commit to record where there is no git checkout")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the record")

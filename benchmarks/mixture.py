@@ -2,7 +2,7 @@
 
 The record decides `herald_jax.models.moe.DENSE_TOKENS` and where `jax.lax.ragged_dot` is used:
 
-    python -m benchmarks.mixture --commit "$(git rev-parse HEAD)"
+    python -m benchmarks mixture
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.record import current_commit, write_record
+from benchmarks.record import RESULTS, current_commit, write_record
 from herald_jax.models.moe import (
     ExpertWeights,
     Routing,
@@ -68,22 +69,23 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measures all shapes and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", default=None, help="commit measured; asked from git if not")
-    options = parser.parse_args()
-    write_record(
+    path = write_record(
         "mixture",
-        commit=options.commit or current_commit(),
+        commit=arguments.commit or current_commit(),
         shapes={
             name: dict(zip(("experts", "hidden", "inner", "per_token"), shape, strict=True))
             for name, shape in SHAPES.items()
         },
         settings={"dtype": "bfloat16", "weights": "random", "milliseconds": "best of 3 x 10"},
         figures={name: measure(name) for name in SHAPES},
+        folder=arguments.output,
     )
+    print(path.read_text(encoding="utf-8"), end="")
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--commit", help="commit to record where there is no git checkout")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the record")
