@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from herald_jax._checks import ConfigError
 from herald_jax.llm import LLM
-from herald_jax.outputs import RequestOutput
+from herald_jax.outputs import GenerationError, RequestOutput
 from herald_jax.sampling import SamplingParams
 
 KNOWN_FIELDS = ("id", "prompt", "prompt_token_ids", "sampling_params")
@@ -213,6 +213,7 @@ def run_file(
     Raises:
         ConfigError: If the file's results belong to another input or other options, or a prompt
             does not fit the model; nothing has run then.
+        GenerationError: If a prompt failed, once all results before it are in the file.
     """
     options_digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
     _check_resumed(items, results.records, options_digest)
@@ -242,8 +243,13 @@ def _run(
         waiting[output.index] = output
         while written in waiting:
             item, ready = items[written], waiting.pop(written)
+            if ready.error is not None:
+                # Nothing behind it can be written, so nothing more is worth decoding.
+                outputs.close()
+                message = f"line {item.line} of the input failed: {ready.error}"
+                raise GenerationError(message, [ready])
             result = ready.to_dict()
-            del result["index"], result["prompt"]
+            del result["index"], result["prompt"], result["error"]
             record = {
                 "index": start + written,
                 "id": item.id,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from herald_jax import checkpoint
-from herald_jax._checks import ConfigError
+from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
-from herald_jax.engine.batches import Row, RunnerLike, run_rows
-from herald_jax.engine.collect import by_request, partial_outputs, request_output
-from herald_jax.engine.detokenizer import TextStream
-from herald_jax.engine.request import Request, RowProgress, sample_seeds
-from herald_jax.engine.runner import RowRequest, Runner
+from herald_jax.engine.call import CallRequest, call_outputs, raise_failures, run_call
+from herald_jax.engine.config import EngineConfig
+from herald_jax.engine.intake import Intake
+from herald_jax.engine.live import LiveSample
+from herald_jax.engine.llm_engine import LLMEngine
+from herald_jax.engine.request import sample_seeds
 from herald_jax.model_source import find_checkpoint, resolve_dtype
 from herald_jax.outputs import (
     GenerationError,
@@ -26,7 +28,7 @@ from herald_jax.outputs import (
     RequestOutput,
     StreamEvent,
 )
-from herald_jax.prompts import Prompt, check_request, list_prompts, pair_params, read_prompt
+from herald_jax.prompts import Prompt, list_prompts, pair_params
 from herald_jax.sampling import SamplingParams
 from herald_jax.settings import enable_compile_cache
 from herald_jax.tokenizer import Message, Tokenizer
@@ -49,12 +51,17 @@ class LLM:
             checkpoint's `max_position_embeddings`, or what memory allows if that is less.
         max_num_seqs: Most samples decoded at the same time; left out, it follows from memory.
         device_memory_fraction: Share of the device's memory that may be used, in (0, 1].
+        kv_cache_bytes: Bytes of the KV cache; left out, it takes what memory leaves, and no more
+            than `max_num_seqs` samples can use.
+        max_prefill_tokens: Prompt tokens that share a step with the samples that decode.
+        run_ahead: Steps that are sent to the device before the first of them is read.
+        share_prefixes: True if prompts reuse the keys and values of equal beginnings.
         tokenizer: Folder of another tokenizer than the model's.
 
     Attributes:
         config: Description of the model.
         tokenizer: The tokenizer, or `None`: then prompts are lists of ids and texts are empty.
-        runner: The compiled programs.
+        engine: The queue, the KV cache and the compiled programs.
 
     Raises:
         ConfigError: If an argument does not fit, or a single sample would not fit in memory.
@@ -70,8 +77,22 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         device_memory_fraction: float = 0.9,
+        kv_cache_bytes: int | None = None,
+        max_prefill_tokens: int = 512,
+        run_ahead: int = 2,
+        share_prefixes: bool = True,
         tokenizer: str | Path | None = None,
     ) -> None:
+        # What the engine would refuse is refused before minutes go into reading weights.
+        settings = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            device_memory_fraction=device_memory_fraction,
+            kv_cache_bytes=kv_cache_bytes,
+            max_prefill_tokens=max_prefill_tokens,
+            run_ahead=run_ahead,
+            share_prefixes=share_prefixes,
+        )
         name = resolve_dtype(dtype)
         enable_compile_cache()
         folder, config = find_checkpoint(
@@ -82,14 +103,8 @@ class LLM:
             if tokenizer is not None:
                 raise ConfigError(f"tokenizer={str(tokenizer)!r} holds no tokenizer.json.")
             _log.warning("%s has no tokenizer: prompts must be lists of ids", folder)
-        runner = Runner(
-            config,
-            checkpoint.load_params(folder, dtype=name),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            device_memory_fraction=device_memory_fraction,
-        )
-        self._attach(config, runner, found)
+        params = checkpoint.load_params(folder, dtype=name)
+        self._attach(LLMEngine(config, params, settings), found)
 
     @classmethod
     def from_params(
@@ -98,9 +113,7 @@ class LLM:
         params: Mapping[str, Any],
         *,
         tokenizer: Tokenizer | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        device_memory_fraction: float = 0.9,
+        **settings: Any,
     ) -> Self:
         """An engine over parameters that are in memory already, as in training.
 
@@ -108,40 +121,32 @@ class LLM:
             config: Description of the model.
             params: Nested dict in the structure of `models.abstract_params(config)`.
             tokenizer: For text; without one, prompts are lists of ids.
-            max_model_len: As for the class.
-            max_num_seqs: As for the class.
-            device_memory_fraction: As for the class.
+            **settings: Fields of `EngineConfig`, such as `max_model_len` and `max_num_seqs`.
         """
         resolve_dtype("auto")  # says so if there is no device
         enable_compile_cache()
-        runner = Runner(
-            config,
-            jax.device_put(dict(params)),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            device_memory_fraction=device_memory_fraction,
-        )
-        return cls.from_runner(config, runner, tokenizer)
+        engine = LLMEngine(config, jax.device_put(dict(params)), EngineConfig(**settings))
+        return cls.from_engine(engine, tokenizer)
 
     @classmethod
-    def from_runner(
-        cls, config: ModelConfig, runner: RunnerLike, tokenizer: Tokenizer | None = None
-    ) -> Self:
-        """An engine over a runner, or over anything with a runner's methods (tests)."""
+    def from_engine(cls, engine: LLMEngine, tokenizer: Tokenizer | None = None) -> Self:
+        """A front for an engine, which nobody else may use meanwhile."""
         llm = cls.__new__(cls)
-        llm._attach(config, runner, tokenizer)
+        llm._attach(engine, tokenizer)
         return llm
 
-    def _attach(self, config: ModelConfig, runner: RunnerLike, tokenizer: Tokenizer | None) -> None:
-        self.config = config
-        self.runner = runner
+    def _attach(self, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
+        self.config = engine.config
+        self.engine = engine
         self.tokenizer = tokenizer
+        self._intake = Intake(engine.config, tokenizer, engine.sizes.max_model_len)
         self._in_use = threading.Lock()
+        self._calls = itertools.count()
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its generation together."""
-        return self.runner.max_model_len
+        return self.engine.sizes.max_model_len
 
     def generate(
         self,
@@ -154,7 +159,7 @@ class LLM:
 
         Args:
             prompts: A text, a list of ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`,
-                or a list of these. Long lists are split into batches that fit.
+                or a list of these; as many as fit are decoded at the same time.
             sampling_params: One for all prompts, one a prompt, or none for the defaults.
             use_tqdm: True to show a progress bar on stderr.
 
@@ -162,7 +167,7 @@ class LLM:
             ConfigError: If a prompt or its options do not fit; nothing has run then, and the
                 message names the prompt's index.
             GenerationInterrupted: On Ctrl-C; a `KeyboardInterrupt` with the results so far.
-            GenerationError: If a batch fails; it has the results so far, too.
+            GenerationError: If requests failed, once all others are done; it has all results.
         """
         return self._generate(self._read(prompts, sampling_params), use_tqdm)
 
@@ -221,34 +226,40 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Like `generate`, but yields each request's output as soon as it is complete.
 
         `RequestOutput.index` tells which prompt it belongs to. Everything is checked before
-        this returns; closing the iterator stops the running batch.
+        this returns; closing the iterator aborts what is left.
+
+        Raises:
+            ConfigError: As for `generate`.
+            GenerationError: If requests failed, once all others are done. They were yielded,
+                too, with their `error` set.
         """
-        requests = self._read(prompts, sampling_params)
-        return self._finished(self._rows(requests), requests)
+        return self._finished(self._read(prompts, sampling_params))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Yields an event for every finished block of every sample of one prompt.
 
         The texts of a sample's events join to its final text. The prompt is checked before
         this returns. Closing the iterator aborts the request; another call of this object has
         to wait until the iterator is exhausted or closed.
+
+        Raises:
+            ConfigError: As for `generate`.
+            GenerationError: If the request failed; it has the partial result.
         """
-        requests = self._read([prompt], sampling_params)
-        return self._stream(requests, self._rows(requests))
+        return self._stream(self._read([prompt], sampling_params))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Like `stream`, for a conversation."""
         prompt = self.render_chat(messages)
-        requests = self._read([prompt], sampling_params, add_special_tokens=False)
-        return self._stream(requests, self._rows(requests))
+        return self._stream(self._read([prompt], sampling_params, add_special_tokens=False))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> list[int]:
         """The ids of a prompt that may be generated from with these options.
@@ -256,7 +267,7 @@ class LLM:
         Raises:
             ConfigError: If `generate` would refuse it.
         """
-        return list(self._request(prompt, sampling_params, True).prompt_token_ids)
+        return list(self._intake.request(prompt, sampling_params).prompt_token_ids)
 
     def update_params(self, params: Mapping[str, Any]) -> None:
         """Swaps the weights in place; programs stay compiled. The next call uses the new ones.
@@ -267,56 +278,46 @@ class LLM:
         Raises:
             ConfigError: If they differ in any of these; the old weights stay.
         """
-        self._acquire()  # a batch that is running has keys and values of the old weights
+        self._acquire()  # requests that are running have keys and values of the old weights
         try:
-            self.runner.params = dict(params)
+            self.engine.update_params(dict(params))
         finally:
             self._in_use.release()
 
-    def _request(self, prompt: Prompt, params: SamplingParams, special: bool) -> Request:
-        text, ids = read_prompt(prompt, self.tokenizer, add_special_tokens=special)
-        has_text = self.tokenizer is not None
-        check_request(ids, params, self.config, self.max_model_len, has_text=has_text)
-        return Request(prompt=text, prompt_token_ids=ids, sampling=params)
+    def warmup(self) -> None:
+        """Compiles all programs ahead of time; no later call compiles anything."""
+        self._acquire()
+        try:
+            self.engine.warmup()
+        finally:
+            self._in_use.release()
 
     def _read(
         self, prompts: Any, sampling_params: Any, *, add_special_tokens: bool = True
-    ) -> list[Request]:
+    ) -> list[CallRequest]:
         listed = list_prompts(prompts)
+        most = self.engine.settings.max_waiting
+        fix = "Ask several times instead."
         requests = []
         for index, (prompt, params) in enumerate(
             zip(listed, pair_params(sampling_params, len(listed)), strict=True)
         ):
             try:
-                requests.append(self._request(prompt, params, add_special_tokens))
+                request = self._intake.request(
+                    prompt, params, add_special_tokens=add_special_tokens
+                )
+                require(params.n <= most, "n", params.n, f"at most max_waiting={most}", fix)
             except ConfigError as error:
                 raise ConfigError(f"prompt {index}: {error}") from error
+            requests.append(
+                CallRequest(
+                    index=index,
+                    request=request,
+                    seeds=sample_seeds(params),
+                    progresses=self._intake.progresses(params),
+                )
+            )
         return requests
-
-    def _rows(self, requests: Sequence[Request]) -> list[Row]:
-        rows = []
-        for index, request in enumerate(requests):
-            params = request.sampling
-            for sample, seed in enumerate(sample_seeds(params)):
-                text = None
-                if self.tokenizer is not None:
-                    text = TextStream(
-                        self.tokenizer.decode, params.stop or (), self.tokenizer.byte_pieces
-                    )
-                row_request = RowRequest(
-                    prompt_token_ids=request.prompt_token_ids, sampling=params, seed=seed
-                )
-                progress = RowProgress(params, self.config.stop_token_ids, text)
-                rows.append(
-                    Row(
-                        request_index=index,
-                        sample_index=sample,
-                        request=row_request,
-                        sampling=params,
-                        progress=progress,
-                    )
-                )
-        return rows
 
     def _acquire(self) -> None:
         if not self._in_use.acquire(blocking=False):
@@ -325,22 +326,23 @@ class LLM:
                 "or iter_generate() first"
             )
 
-    def _running(self, rows: Sequence[Row]) -> Generator[Row]:
+    def _running(
+        self, requests: Sequence[CallRequest]
+    ) -> Generator[tuple[CallRequest, LiveSample]]:
         self._acquire()
         try:
-            yield from run_rows(self.runner, rows)
+            yield from run_call(self.engine, f"call {next(self._calls)}", requests)
         finally:
             self._in_use.release()
 
-    def _generate(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(self, requests: Sequence[CallRequest], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        rows = self._rows(requests)
         done: dict[int, RequestOutput] = {}
         try:
             with (
                 tqdm(total=len(requests), unit="prompt", disable=not use_tqdm) as bar,
-                contextlib.closing(self._finished(rows, requests)) as finished,
+                contextlib.closing(self._finished(requests)) as finished,
             ):
                 tokens = 0
                 for output in finished:
@@ -350,39 +352,46 @@ class LLM:
                     elapsed = bar.format_dict["elapsed"] or 1.0
                     bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", refresh=False)
         except KeyboardInterrupt as error:
-            raise GenerationInterrupted(partial_outputs(rows, requests, done)) from error
+            raise GenerationInterrupted(call_outputs(self.engine, requests)) from error
+        except GenerationError:
+            raise
         except Exception as error:
             message = f"generation failed: {type(error).__name__}: {error}"
-            raise GenerationError(message, partial_outputs(rows, requests, done)) from error
+            raise GenerationError(message, call_outputs(self.engine, requests)) from error
         return [done[index] for index in range(len(requests))]
 
-    def _finished(
-        self, rows: Sequence[Row], requests: Sequence[Request]
-    ) -> Generator[RequestOutput]:
-        left = {index: request.sampling.n for index, request in enumerate(requests)}
-        grouped = by_request(rows)
-        with contextlib.closing(self._running(rows)) as running:
-            for row in running:
-                if row.progress.finish_reason is not None:
-                    index = row.request_index
-                    left[index] -= 1
-                    if left[index] == 0:
-                        yield request_output(index, requests[index], grouped.pop(index))
+    def _finished(self, requests: Sequence[CallRequest]) -> Generator[RequestOutput]:
+        left = {request.index for request in requests}
+        with contextlib.closing(self._running(requests)) as running:
+            for request, _ in running:
+                if request.index in left and request.is_done:
+                    left.remove(request.index)
+                    yield request.output(self.engine)
+        raise_failures(self.engine, requests)
 
-    def _stream(self, requests: Sequence[Request], rows: Sequence[Row]) -> Generator[StreamEvent]:
-        reported = [0] * len(rows)
+    def _stream(self, requests: Sequence[CallRequest]) -> Generator[StreamEvent]:
+        (request,) = requests
+        reported = [0] * len(request.progresses)
         ended = 0
-        with contextlib.closing(self._running(rows)) as running:
-            for row in running:
-                progress = row.progress
+        with contextlib.closing(self._running(requests)) as running:
+            for _, sample in running:
+                if request.error is not None:
+                    break
+                progress, index = sample.progress, sample.sample_index
+                try:
+                    text = progress.take_text()
+                except Exception as error:  # the tokenizer's
+                    request.error = error
+                    break
                 ended += progress.finish_reason is not None
-                new_ids = progress.token_ids[reported[row.sample_index] :]
-                reported[row.sample_index] += len(new_ids)
+                new_ids = progress.token_ids[reported[index] :]
+                reported[index] += len(new_ids)
                 yield StreamEvent(
-                    index=row.sample_index,
-                    text=progress.take_text(),
+                    index=index,
+                    text=text,
                     token_ids=new_ids,
                     steps=progress.steps_per_block[-1],
                     finish_reason=progress.finish_reason,
-                    output=request_output(0, requests[0], rows) if ended == len(rows) else None,
+                    output=request.output(self.engine) if ended == len(reported) else None,
                 )
+        raise_failures(self.engine, requests)

@@ -16,14 +16,24 @@ class SampleStats:
     Attributes:
         steps_per_block: Denoising forwards of each of its blocks.
         generated_tokens: Tokens that count; those behind a stop or past `max_tokens` do not.
-        prefill_seconds: Time of the prefill of the batch that held the sample.
-        decode_seconds: Time from the end of that prefill until the sample ended.
+        queue_seconds: Time from its arrival in the engine until its prefill began.
+        prefill_seconds: Time from there until its first block began.
+        decode_seconds: Time from there until it ended; other samples run meanwhile.
+        ttft_seconds: Time from its arrival until its first block was there, `None` if none was.
+        reused_tokens: Prompt tokens that were not prefilled, as another prompt began alike.
+        preemptions: How often it was set back to its last finished block, for want of memory.
+
+    No time includes the compilation of programs.
     """
 
     steps_per_block: list[int]
     generated_tokens: int
+    queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    ttft_seconds: float | None
+    reused_tokens: int
+    preemptions: int
 
     @property
     def forwards(self) -> int:
@@ -92,21 +102,32 @@ class RequestStats:
         steps_per_block: Denoising forwards of each block, one list a sample.
         forwards: Denoising and commit passes, summed over the samples.
         generated_tokens: Tokens that count, summed over the samples.
-        compile_seconds: Time that the programs of its batches took to compile.
-        prefill_seconds: Time of the prefills of the batches that held its samples.
-        decode_seconds: Decoding time of those batches until its last sample in them ended.
-        kv_device_bytes: Most KV bytes on the device of a batch that held it, other rows included.
+        compile_seconds: Time for which it waited for programs to compile; in no other time.
+        queue_seconds: Time from its arrival in the engine until its first prefill began.
+        prefill_seconds: Time from there until its first block began.
+        decode_seconds: Time from there until its last sample ended.
+        ttft_seconds: Time from its arrival until its first block was there, `None` if none was.
+        reused_tokens: Prompt tokens that were not prefilled, summed over the samples.
+        preemptions: How often samples were set back for want of memory, summed.
+        kv_device_bytes: KV bytes on the device: the whole page pool, which all requests share.
         kv_host_bytes: The same in host memory.
+        kv_request_bytes: Bytes of the pages that its samples held at most, summed; a page that
+            several shared counts for each.
     """
 
     steps_per_block: list[list[int]]
     forwards: int
     generated_tokens: int
     compile_seconds: float
+    queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    ttft_seconds: float | None
+    reused_tokens: int
+    preemptions: int
     kv_device_bytes: int
     kv_host_bytes: int
+    kv_request_bytes: int
 
     @property
     def tokens_per_forward(self) -> float:
@@ -137,6 +158,8 @@ class RequestOutput:
         prompt_token_ids: The ids that were decoded from.
         outputs: One entry a sample.
         stats: Totals over the samples.
+        error: What went wrong, if a failure ended the request; its samples that had not ended
+            then have `finish_reason="abort"`.
     """
 
     index: int
@@ -144,6 +167,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     stats: RequestStats
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -158,6 +182,7 @@ class RequestOutput:
             "prompt_token_ids": self.prompt_token_ids,
             "outputs": [output.to_dict() for output in self.outputs],
             "stats": self.stats.to_dict(),
+            "error": self.error,
         }
 
 
@@ -196,8 +221,9 @@ class GenerationInterrupted(KeyboardInterrupt):
 
 
 class GenerationError(RuntimeError):
-    """Raised when a batch fails; the cause is chained and `outputs` holds what there is.
+    """Raised when requests failed; the first cause is chained, `outputs` holds what there is.
 
+    The outputs of requests that failed have their `error` set; others of the call are complete.
     Samples that had not ended have `finish_reason="abort"` and the text so far.
     """
 

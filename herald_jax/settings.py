@@ -4,6 +4,7 @@
 |---|---|
 | `HERALD_JAX_CACHE_DIR` | Folder of all caches; `$XDG_CACHE_HOME/herald_jax` if unset |
 | `HERALD_JAX_COMPILE_CACHE` | `0` switches the cache of compiled programs off |
+| `HERALD_JAX_API_KEY` | Key that clients of `herald serve` must send; none if unset |
 
 Cached programs are executed as they are, so the folders are made private (mode 0700) and one
 that somebody else could write to is not used.
@@ -20,6 +21,7 @@ from herald_jax._checks import ConfigError, require_one_of
 
 CACHE_DIR_VARIABLE = "HERALD_JAX_CACHE_DIR"
 COMPILE_CACHE_VARIABLE = "HERALD_JAX_COMPILE_CACHE"
+API_KEY_VARIABLE = "HERALD_JAX_API_KEY"
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,11 @@ def compile_cache_wanted() -> bool:
     value = os.environ.get(COMPILE_CACHE_VARIABLE, "1")
     require_one_of(COMPILE_CACHE_VARIABLE, value, ("0", "1"))
     return value == "1"
+
+
+def server_api_key() -> str | None:
+    """The key that the environment gives to the server, or `None`."""
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def enable_compile_cache() -> Path | None:

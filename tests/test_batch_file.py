@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import ScriptedRunner
+from scripted import ScriptedRunner, scripted_llm
 
-from herald_jax import LLM, ConfigError, ModelConfig, SamplingParams
+from herald_jax import LLM, ConfigError, GenerationError, ModelConfig, SamplingParams
 from herald_jax.batch_file import ResultFile, read_items, run_file
 
 CONFIG = ModelConfig(
@@ -37,10 +37,9 @@ OPTIONS = {"model": "scripted"}
 
 def engine(**options: Any) -> tuple[LLM, ScriptedRunner]:
     """Repeats the first id of the prompt for ever."""
-    runner = ScriptedRunner(
-        lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3, **options
+    return scripted_llm(
+        CONFIG, lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3, **options
     )
-    return LLM.from_runner(CONFIG, runner), runner
 
 
 def write_input(path: Path, prompts: int) -> Path:
@@ -94,7 +93,7 @@ def test_a_finished_file_is_left_alone(tmp_path):
     before = target.read_bytes()
     llm, runner = engine()
     assert run(source, target, llm) == []
-    assert not runner.batches
+    assert runner.dispatched == 0
     assert target.read_bytes() == before
 
 
@@ -126,13 +125,29 @@ def test_a_last_line_of_zeros_after_a_power_cut_is_dropped(tmp_path):
     assert len(read(target)) == 3
 
 
-def test_an_error_keeps_what_was_finished(tmp_path):
+@pytest.mark.parametrize("step", [4, 12, 14, 20])
+@pytest.mark.parametrize("where", ["fail_at", "read_fails_at"])
+def test_an_error_keeps_what_was_finished(tmp_path, where, step):
     source, target = write_input(tmp_path / "in.jsonl", 8), tmp_path / "out.jsonl"
-    llm, _ = engine(fail_at=4)
-    with pytest.raises(ValueError, match="on fire"):
+    llm, runner = engine(**{where: step})
+    with pytest.raises(GenerationError, match=r"line \d of the input failed: .*on fire") as caught:
         run(source, target, llm)
     kept = len(read(target))
-    assert 3 <= kept < 8
+    assert kept < 8 and (kept > 0 or step < 14)
+    assert f"line {kept + 1} of the input" in str(caught.value)
+    assert all(record["outputs"][0]["finish_reason"] == "length" for record in read(target))
+    assert llm.engine.scheduler.is_idle, "what could not be written is not decoded"
+    assert len(run(source, target, engine()[0])) == 8 - kept
+    assert [record["index"] for record in read(target)] == list(range(8))
+
+
+def test_an_interrupt_keeps_what_was_finished(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 8), tmp_path / "out.jsonl"
+    llm, _ = engine(fail_at=20, failure=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(source, target, llm)
+    kept = len(read(target))
+    assert 0 < kept < 8
     assert len(run(source, target, engine()[0])) == 8 - kept
     assert [record["index"] for record in read(target)] == list(range(8))
 
@@ -165,7 +180,7 @@ def test_other_input_or_options_are_refused(tmp_path, change):
     with pytest.raises(ConfigError, match="--restart"):
         run(source, target, llm, params=params, options=options)
     assert target.read_bytes() == before
-    assert not runner.batches
+    assert runner.dispatched == 0
     assert len(run(source, target, llm, params=params, options=options, restart=True)) > 1
 
 
@@ -220,22 +235,22 @@ def test_prompts_that_do_not_fit_the_model_are_reported_before_anything_runs(tmp
     llm, runner = engine()
     with pytest.raises(ConfigError, match=r"2 faulty lines:\s+line 3: .*=64(.|\n)*line 4: "):
         run(source, tmp_path / "out.jsonl", llm)
-    assert not runner.batches
+    assert runner.dispatched == 0
 
 
 PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
 sys.path.insert(0, "tests/support")
-from scripted import ScriptedRunner
+from scripted import ScriptedRunner, scripted_llm
 from herald_jax import LLM, ModelConfig, SamplingParams
 from herald_jax.batch_file import ResultFile, read_items, run_file
 
 config = ModelConfig(family="test", vocab_size=64, hidden_size=8, intermediate_size=12,
     num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, block_length=4, mask_token_id=63,
     stop_token_ids=(1,))
-runner = ScriptedRunner(lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3)
-llm = LLM.from_runner(config, runner)
+llm, _ = scripted_llm(
+    config, lambda row: itertools.repeat(row.prompt_token_ids[0]), max_num_seqs=3)
 items = read_items(sys.argv[1], SamplingParams(max_tokens=6))
 with ResultFile(sys.argv[2]) as results:
     for record in run_file(llm, items, results, {"model": "scripted"}):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
+import time
 
 import jax
 import numpy as np
 import pytest
-from scripted import ScriptedRunner
+from scripted import ScriptedRunner, ScriptedStep, scripted_llm
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -19,6 +22,8 @@ from herald_jax import (
     ModelConfig,
     SamplingParams,
 )
+from herald_jax.engine.config import EngineConfig
+from herald_jax.engine.llm_engine import EngineStepError
 from herald_jax.engine.request import sample_seeds
 from herald_jax.tokenizer import Tokenizer
 
@@ -51,25 +56,27 @@ CONFIG = ModelConfig(
 )
 
 
-def scripted(text: str | bytes = "", **options) -> tuple[LLM, ScriptedRunner]:
+def scripted(text: str = "", block_length: int = 4, **options) -> tuple[LLM, ScriptedRunner]:
     """An engine that writes `text` and the stop id for every prompt, or echoes the prompt."""
 
     def script(row):
         ids = TOKENIZER.encode(text) if text else list(row.prompt_token_ids)
         return itertools.chain(ids, itertools.repeat(EOS))
 
-    runner = ScriptedRunner(script, **options)
-    return LLM.from_runner(CONFIG, runner, TOKENIZER), runner
+    config = dataclasses.replace(CONFIG, block_length=block_length)
+    return scripted_llm(config, script, TOKENIZER, **options)
 
 
 def test_outputs_are_in_the_order_of_the_prompts():
-    llm, runner = scripted(max_num_seqs=3)
+    llm, runner = scripted(max_num_seqs=3, max_waiting=2)
     prompts = ["a", "bcdefgh", "ij", "klm", "nopqrstuv", "w"]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
     assert [output.prompt for output in outputs] == prompts
     assert [output.outputs[0].text for output in outputs] == prompts
     assert [output.index for output in outputs] == list(range(6))
-    assert [len(batch.rows) for batch in runner.batches] == [3, 3]
+    assert [row.prompt_token_ids for row in runner.rows] == [
+        tuple(output.prompt_token_ids) for output in outputs
+    ]
     assert all(output.finished for output in outputs)
 
 
@@ -89,25 +96,64 @@ def test_statistics():
     assert output.stats.forwards == 24
     assert output.stats.generated_tokens == 12
     assert output.stats.tokens_per_forward == 0.5
-    assert output.stats.prefill_seconds == 0.25
-    assert (output.stats.kv_device_bytes, output.stats.kv_host_bytes) == (200, 7)
+    stats, samples = output.stats, [sample.stats for sample in output.outputs]
+    assert 0 < stats.queue_seconds + stats.prefill_seconds < stats.ttft_seconds
+    assert stats.ttft_seconds == min(sample.ttft_seconds for sample in samples)
+    ends = [s.queue_seconds + s.prefill_seconds + s.decode_seconds for s in samples]
+    total = stats.queue_seconds + stats.prefill_seconds + stats.decode_seconds
+    assert total == pytest.approx(max(ends))
+    assert (stats.compile_seconds, stats.reused_tokens, stats.preemptions) == (0, 0, 0)
+    sizes = llm.engine.sizes
+    assert stats.kv_device_bytes == sizes.kv_bytes == sizes.num_pages * 64 * 2 * 4 * 4
+    assert (stats.kv_host_bytes, stats.kv_request_bytes) == (0, 2 * 64 * 2 * 4 * 4)
     assert output.stats.tokens_per_second > 0
     assert output.to_dict()["stats"]["tokens_per_forward"] == 0.5
 
 
-def test_samples_of_one_request_may_spread_over_batches():
+def test_compilation_is_in_no_other_time():
+    llm, runner = scripted("abcdefgh")
+    dispatch = runner.dispatch
+
+    def compiling(plan, options):
+        runner.compile_seconds += 100.0
+        return dispatch(plan, options)
+
+    runner.dispatch = compiling
+    (output,) = llm.generate("xyz")
+    stats = output.stats
+    # Time that is said to be spent on compiling and was not makes the others negative.
+    assert stats.compile_seconds == 100.0 * runner.dispatched
+    assert stats.queue_seconds + stats.prefill_seconds + stats.decode_seconds < -900
+    assert llm.generate("xyz")[0].stats.compile_seconds < stats.compile_seconds + 1
+
+
+def test_the_prefill_counts_as_such_though_nobody_waits_for_it(monkeypatch):
+    llm, _ = scripted("abcdefgh", max_num_seqs=2, max_prefill_tokens=16, run_ahead=3)
+    read = ScriptedStep.read
+
+    def slow(step):
+        if not step.decodes:
+            time.sleep(0.05)
+        return read(step)
+
+    monkeypatch.setattr(ScriptedStep, "read", slow)
+    stats = llm.generate("x" * 121)[0].stats  # 30 blocks, 6 in a step
+    assert stats.prefill_seconds > 4 * 0.05 > stats.decode_seconds
+
+
+def test_samples_of_one_request_may_run_at_different_times():
     llm, runner = scripted("ab", max_num_seqs=2)
     (output,) = llm.generate("x", SamplingParams(n=5, seed=3))
     assert [sample.index for sample in output.outputs] == list(range(5))
-    assert [len(batch.rows) for batch in runner.batches] == [2, 2, 1]
-    assert output.stats.prefill_seconds == 0.75
     seeds = [sample.seed for sample in output.outputs]
     assert seeds == sample_seeds(SamplingParams(n=5, seed=3))
-    assert seeds == [row.seed for batch in runner.batches for row in batch.rows]
+    assert seeds == [row.seed for row in runner.rows]
+    queued = [sample.stats.queue_seconds for sample in output.outputs]
+    assert queued == sorted(queued) and queued[0] == output.stats.queue_seconds < queued[-1]
 
 
-def test_rows_are_grouped_by_what_is_compiled():
-    llm, runner = scripted()
+def test_rows_of_all_kinds_run_together():
+    llm, runner = scripted(max_num_seqs=5)
     kinds = [
         SamplingParams(),
         SamplingParams(strategy="sequential"),
@@ -118,7 +164,28 @@ def test_rows_are_grouped_by_what_is_compiled():
     prompts = ["aa", "bb", "cc", "dd", "ee"]
     outputs = llm.generate(prompts, kinds)
     assert [output.outputs[0].text for output in outputs] == prompts
-    assert [len(batch.rows) for batch in runner.batches] == [2, 2, 1]
+    # Blocks of two tokens and of four, their commit passes, and a step that was sent ahead.
+    assert runner.dispatched == 3 + 5 + 1
+    assert [row.sampling for row in runner.rows] == kinds
+
+
+def test_a_row_is_taken_over_when_its_sample_ends():
+    llm, runner = scripted(max_num_seqs=2, run_ahead=1)
+    llm.generate(["a" * 40, *"bcdefghi"])
+    # "b" to "i" need 3 + 1 passes each, and "a" ten blocks of five and a stop behind them.
+    assert runner.dispatched == 11 * 5
+
+
+def test_requests_wait_outside_a_full_queue():
+    llm, _ = scripted(max_num_seqs=1, max_waiting=2)
+    prompts = [chr(97 + at) for at in range(20)]
+    finished = []
+    for output in llm.iter_generate(prompts):
+        assert len(llm.engine.scheduler.waiting) <= 2
+        finished.append(output.outputs[0].text)
+    assert finished == prompts
+    with pytest.raises(ConfigError, match="prompt 0: n=3 .*max_waiting=2"):
+        llm.generate("x", SamplingParams(n=3))
 
 
 def test_prompt_forms():
@@ -143,7 +210,7 @@ def test_the_mask_id_in_a_prompt_is_kept():
     llm, runner = scripted("ok")
     (output,) = llm.generate([5, MASK, 7, 9, 2])
     assert output.prompt_token_ids == [5, MASK, 7, 9, 2]
-    assert runner.batches[0].rows[0].prompt_token_ids == (5, MASK, 7, 9, 2)
+    assert runner.rows[0].prompt_token_ids == (5, MASK, 7, 9, 2)
 
 
 SHORT = SamplingParams(max_tokens=4)
@@ -168,7 +235,7 @@ def test_everything_is_checked_before_anything_runs(prompts, params, message):
     llm, runner = scripted("x", max_model_len=64)
     with pytest.raises(ConfigError, match=message):
         llm.generate(prompts, params)
-    assert not runner.batches
+    assert runner.dispatched == 0
 
 
 def test_prompt_and_output_may_fill_the_context_exactly():
@@ -180,8 +247,7 @@ def test_prompt_and_output_may_fill_the_context_exactly():
 
 
 def test_without_a_tokenizer():
-    runner = ScriptedRunner(lambda row: itertools.repeat(5))
-    llm = LLM.from_runner(CONFIG, runner)
+    llm, _ = scripted_llm(CONFIG, lambda row: itertools.repeat(5))
     (output,) = llm.generate([1, 2], SamplingParams(max_tokens=3))
     assert (output.outputs[0].token_ids, output.outputs[0].text) == ([5, 5, 5], "")
     with pytest.raises(ConfigError, match="prompt 0: .*no tokenizer"):
@@ -193,7 +259,7 @@ def test_without_a_tokenizer():
 
 
 def test_chat_renders_the_template_once_with_its_special_tokens():
-    llm, runner = scripted("ok")
+    llm, _ = scripted("ok")
     turn = {"role": "user", "content": "hi"}
     (output,) = llm.chat([turn])
     assert output.prompt == "[user]hi<eos>"
@@ -203,7 +269,7 @@ def test_chat_renders_the_template_once_with_its_special_tokens():
     with pytest.raises(ConfigError, match="refuses the messages: no system"):
         llm.chat([turn], chat_template="{{ raise_exception('no system') }}")
     with pytest.raises(ConfigError, match="chat_template"):
-        LLM.from_runner(CONFIG, runner, byte_tokenizer()).chat([turn])
+        LLM.from_engine(llm.engine, byte_tokenizer()).chat([turn])
 
 
 @pytest.mark.parametrize("stop", [None, "🦜", "c中", ("zzz", "本!")])
@@ -236,7 +302,7 @@ def test_streamed_samples_are_told_apart():
     assert [event.output is not None for event in events].index(True) == len(events) - 1
 
 
-def test_closing_a_stream_stops_its_batch_and_frees_the_engine():
+def test_closing_a_stream_aborts_its_request_and_frees_the_engine():
     llm, runner = scripted("a" * 40)
     stream = llm.stream("x")
     next(stream)
@@ -245,8 +311,11 @@ def test_closing_a_stream_stops_its_batch_and_frees_the_engine():
     with pytest.raises(RuntimeError, match="busy"):
         llm.update_params({})
     stream.close()
-    assert not runner.batches[0].is_active.any()
-    assert runner.blocks == 1
+    assert llm.engine.scheduler.is_idle
+    assert runner.dispatched == 6, "one block and a step ahead"
+    llm.engine.scheduler.check()
+    llm.update_params(llm.engine.params)
+    assert not llm.engine.has_unfinished
     assert llm.generate("y")[0].finished
 
 
@@ -256,25 +325,111 @@ def test_a_stream_is_checked_before_it_starts():
         llm.stream("x", SamplingParams(max_tokens=512))
 
 
-@pytest.mark.parametrize(
-    ("failure", "raised"),
-    [(KeyboardInterrupt(), GenerationInterrupted), (ValueError("no"), GenerationError)],
-)
-def test_results_survive_an_interrupt(failure, raised):
-    llm, runner = scripted(max_num_seqs=2, fail_at=5, failure=failure)
-    # Batch 0: "a" takes one block, "bcdefghijk" four; batch 1 fails at its second block.
-    with pytest.raises(raised) as caught:
-        llm.generate(["a", "bcdefghijk", "mnopqrst", "mnopqrst", "z"])
+PROMPTS = ["a", "bcdefghijk", "mnopqrst", "mnopqrst", "z"]
+
+
+def check_partial(llm: LLM, runner: ScriptedRunner, outputs) -> None:
+    """Every text is a beginning, and the engine works as before."""
+    assert [output.index for output in outputs] == list(range(5))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        sample = output.outputs[0]
+        assert sample.text == prompt if output.finished else prompt.startswith(sample.text)
+        assert output.finished == (sample.finish_reason == "stop")
+        assert len(sample.token_logprobs) == len(sample.token_ids)
+    assert llm.engine.scheduler.is_idle
+    llm.engine.scheduler.check()
+    runner.fail_at = runner.read_fails_at = None
+    assert [output.outputs[0].text for output in llm.generate(PROMPTS)] == PROMPTS
+
+
+@pytest.mark.parametrize("where", ["fail_at", "read_fails_at"])
+@pytest.mark.parametrize("step", [0, 1, 7, 13])
+def test_results_survive_an_interrupt(where, step):
+    failure = KeyboardInterrupt()
+    llm, runner = scripted(max_num_seqs=2, failure=failure, **{where: step})
+    with pytest.raises(GenerationInterrupted) as caught:
+        llm.generate(PROMPTS)
     outputs = caught.value.outputs
-    texts = [output.outputs[0].text for output in outputs]
-    assert texts == ["a", "bcdefghijk", "mnop", "mnop", ""]
-    reasons = [output.outputs[0].finish_reason for output in outputs]
-    assert reasons == ["stop", "stop", "abort", "abort", "abort"]
-    assert [output.finished for output in outputs] == [True, True, False, False, False]
     assert caught.value.__cause__ is failure
-    assert not any(batch.is_active.any() for batch in runner.batches)
-    runner.fail_at = None
-    assert llm.generate("again")[0].outputs[0].text == "again"
+    if (where, step) == ("fail_at", 7):
+        # "a" took 3 + 1 passes, its text comes out one step later.
+        texts = [output.outputs[0].text for output in outputs]
+        assert texts == ["a", "bc", "", "", ""]
+        reasons = [output.outputs[0].finish_reason for output in outputs]
+        assert reasons == ["stop", "abort", "abort", "abort", "abort"]
+    assert not outputs[4].finished and outputs[4].error is None
+    check_partial(llm, runner, outputs)
+
+
+@pytest.mark.parametrize("where", ["fail_at", "read_fails_at"])
+@pytest.mark.parametrize("step", [0, 1, 7, 13])
+def test_a_failing_step_ends_the_requests_that_were_running(where, step):
+    failure = ValueError("no")
+    llm, runner = scripted(max_num_seqs=2, failure=failure, **{where: step})
+    with pytest.raises(GenerationError, match="2 of 5 requests failed.*ValueError: no") as caught:
+        llm.generate(PROMPTS)
+    outputs = caught.value.outputs
+    assert isinstance(caught.value.__cause__, EngineStepError)
+    assert caught.value.__cause__.__cause__ is failure
+    assert [output.error is not None for output in outputs].count(True) == 2
+    for output in outputs:
+        assert output.finished == (output.error is None)
+        assert output.finished or "EngineStepError: a step failed" in output.to_dict()["error"]
+    assert outputs[4].finished, "it was waiting and went on"
+    assert runner.resets == 2
+    check_partial(llm, runner, outputs)
+
+
+def test_a_failing_tokenizer_ends_one_request():
+    llm, runner = scripted(max_num_seqs=3)
+    tokenizer = byte_tokenizer()
+    decode = tokenizer.decode
+
+    def failing(ids):
+        if tuple(TOKENIZER.encode("h")) in [(i,) for i in ids]:
+            raise OverflowError("no such text")
+        return decode(ids)
+
+    tokenizer.decode = failing
+    llm = LLM.from_engine(llm.engine, tokenizer)
+    for stop in (None, "zz"):
+        with pytest.raises(GenerationError, match="1 of 5 .*OverflowError: no such") as caught:
+            llm.generate(PROMPTS, SamplingParams(stop=stop))
+        outputs = caught.value.outputs
+        assert [output.finished for output in outputs] == [True, False, True, True, True]
+        texts = [output.outputs[0].text for output in outputs]
+        assert texts == ["a", "bcdefg" if stop else "", *PROMPTS[2:]]
+        assert [output.error is None for output in outputs] == [True, False, True, True, True]
+    with pytest.raises(GenerationError, match="1 of 1 .*OverflowError: no such") as caught:
+        list(llm.stream(PROMPTS[1]))
+    assert caught.value.outputs[0].outputs[0].finish_reason == "abort"
+    assert llm.engine.scheduler.is_idle
+    llm.engine.scheduler.check()
+    assert llm.generate("b")[0].outputs[0].text == "b"
+
+
+def test_a_failing_stream_raises_with_what_there_is():
+    llm, runner = scripted("abcdefgh", fail_at=8)
+    texts = ""
+    with pytest.raises(GenerationError, match="ValueError: device is on fire") as caught:
+        for event in llm.stream("x"):
+            texts += event.text
+    (output,) = caught.value.outputs
+    assert output.outputs[0].text == texts == "abc"
+    assert output.outputs[0].finish_reason == "abort"
+    assert "".join(event.text for event in llm.stream("x")) == "abcdefgh"
+
+
+def test_iter_generate_yields_failed_requests_and_raises_at_the_end():
+    llm, _ = scripted(max_num_seqs=2, fail_at=7)
+    outputs = []
+    with pytest.raises(GenerationError) as caught:
+        for output in llm.iter_generate(PROMPTS):
+            outputs.append(output)
+    assert sorted(output.index for output in outputs) == list(range(5))
+    failed = [output.index for output in outputs if output.error is not None]
+    assert failed == [output.index for output in caught.value.outputs if output.error is not None]
+    assert len(failed) == 2
 
 
 def test_iter_generate_yields_requests_as_they_finish():
@@ -295,7 +450,9 @@ def test_progress_bar_goes_to_stderr_and_only_on_request(capsys):
 
 @pytest.fixture(scope="module")
 def tiny_llm(tiny_config, tiny_params):
-    return LLM.from_params(tiny_config, tiny_params, max_model_len=24, max_num_seqs=4)
+    return LLM.from_params(
+        tiny_config, tiny_params, max_model_len=24, max_num_seqs=4, max_prefill_tokens=16
+    )
 
 
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.0, seed=11, ignore_eos=True)
@@ -328,3 +485,24 @@ def test_weights_are_swapped_in_place(tiny_llm, tiny_params):
     assert after.stats.compile_seconds < 0.2
     with pytest.raises(ConfigError, match="params do not fit"):
         tiny_llm.update_params({"embed_tokens": tiny_params["embed_tokens"]})
+
+
+def test_the_settings_and_their_defaults_are_those_of_the_engine():
+    fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    arguments = inspect.signature(LLM.__init__).parameters
+    shared = {name for name in arguments if name in fields}
+    assert shared == set(fields) - {"max_waiting", "aging_ticks"}
+    assert {name: arguments[name].default for name in shared} == {
+        name: fields[name] for name in shared
+    }
+
+
+def test_warmup_compiles_ahead_and_waits_for_its_turn():
+    llm, runner = scripted("abc")
+    stream = llm.stream("x")
+    next(stream)
+    with pytest.raises(RuntimeError, match="busy"):
+        llm.warmup()
+    stream.close()
+    llm.warmup()
+    assert runner.compile_seconds == 1.0

@@ -69,6 +69,17 @@ def test_names_that_are_no_model(tmp_path):
         find_checkpoint(tmp_path, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"device_memory_fraction": 0.0}, {"device_memory_fraction": 1.5}, {"max_num_seqs": 0}]
+    + [{"max_model_len": 0}, {"dtype": "float16"}],
+)
+def test_options_are_checked_before_the_model_is_looked_for(tmp_path, options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        LLM(tmp_path / "none", **options)
+
+
 def test_an_incomplete_conversion_is_not_taken_for_another_format(converted):
     (converted / "params" / "index.json").unlink()
     with pytest.raises(checkpoint.CheckpointError, match="incomplete"):

@@ -27,6 +27,16 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "device_memory_fraction": dict(
         type=float, metavar="F", help="share of the device's memory to use"
     ),
+    "kv_cache_bytes": dict(type=int, metavar="N", help="bytes of the KV cache"),
+    "max_prefill_tokens": dict(
+        type=int, metavar="N", help="prompt tokens that share a step with samples that decode"
+    ),
+    "run_ahead": dict(
+        type=int, metavar="N", help="steps sent to the device before the first of them is read"
+    ),
+    "share_prefixes": dict(
+        action=argparse.BooleanOptionalAction, help="reuse the cache of prompts that begin alike"
+    ),
     "tokenizer": dict(metavar="DIR", help="folder of another tokenizer than the model's"),
 }
 SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {

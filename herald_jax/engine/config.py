@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from typing import Any
 
 from herald_jax._checks import ConfigError, require, require_float, require_int
 from herald_jax.cache.layout import kv_bytes_per_token, round_up
@@ -15,7 +17,7 @@ PAGE_TOKENS = 64
 MAX_ROWS = 64
 """Rows of an engine whose `max_num_seqs` is not set."""
 
-CPU_KV_BYTES = 2 << 30
+CPU_KV_BYTES = 1 << 29
 """Most bytes of the page pool on a CPU where nothing else is said."""
 
 LOGIT_COPIES = 6
@@ -80,6 +82,7 @@ class EngineSizes:
         table_pages: Pages of the longest sample.
         prefill_slots: Prompt blocks of a step.
         kv_bytes: Bytes of the pool.
+        setting: The setting that makes the pool larger.
     """
 
     max_model_len: int
@@ -89,6 +92,20 @@ class EngineSizes:
     table_pages: int
     prefill_slots: int
     kv_bytes: int
+    setting: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers together."""
+        return self.kv_bytes // self.num_pages
+
+
+def device_bytes_limit(device: Any) -> int:
+    """Bytes that JAX may use on a device; on a CPU, the machine's memory."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def size_engine(
@@ -124,6 +141,13 @@ def size_engine(
             rows //= 2
             working = working_bytes(model, rows, prefill_slots)
     left = free_bytes - working
+    if left < page_bytes:
+        raise ConfigError(
+            f"max_num_seqs={rows} with max_prefill_tokens={engine.max_prefill_tokens} needs "
+            f"{working / 1e9:.2f} GB of working memory and a page of {page_bytes} bytes, but "
+            f"{max(free_bytes, 0) / 1e9:.2f} GB are left beside the weights. Lower max_num_seqs "
+            "or max_prefill_tokens, or raise device_memory_fraction."
+        )
     if engine.kv_cache_bytes is not None:
         if engine.kv_cache_bytes > left:
             raise ConfigError(
@@ -133,7 +157,7 @@ def size_engine(
             )
         left = engine.kv_cache_bytes
     elif is_cpu:
-        left = min(left, max(CPU_KV_BYTES, round_up(longest, page_tokens) * page_bytes))
+        left = min(left, max(CPU_KV_BYTES, -(-longest // page_tokens) * page_bytes))
     setting = "device_memory_fraction" if engine.kv_cache_bytes is None else "kv_cache_bytes"
     budget = PageBudget(
         name="device", available_bytes=left, bytes_per_page=page_bytes, setting=setting
@@ -157,6 +181,7 @@ def size_engine(
         table_pages=table_pages,
         prefill_slots=prefill_slots,
         kv_bytes=pages * page_bytes,
+        setting=setting,
     )
 
 

@@ -18,6 +18,7 @@ class SchedulerCounts:
         stale_blocks: Blocks read after the stay they belong to had ended.
         committed_blocks: Blocks read and taken.
         prefill_blocks: Prompt blocks planned.
+        row_steps: Decode slots planned: rows, summed over the steps they took part in.
         reused_tokens: Tokens found in shared pages instead.
     """
 
@@ -29,4 +30,5 @@ class SchedulerCounts:
     stale_blocks: int = 0
     committed_blocks: int = 0
     prefill_blocks: int = 0
+    row_steps: int = 0
     reused_tokens: int = 0

@@ -10,71 +10,38 @@ One thread at a time may use an engine; `AsyncLLM` gives one to many tasks.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.engine.config import EngineConfig, EngineSizes, size_engine
-from herald_jax.engine.memory import device_bytes_limit
+from herald_jax.engine.config import EngineConfig, EngineSizes, device_bytes_limit, size_engine
+from herald_jax.engine.live import LiveSample, SampleEvent
 from herald_jax.engine.pages import PageAllocator
+from herald_jax.engine.protocols import PendingLike, RunnerLike
 from herald_jax.engine.request import Request, RowProgress
 from herald_jax.engine.sample import Sample
 from herald_jax.engine.scheduler import Scheduler
-from herald_jax.engine.slot_runner import CommittedBlock, PendingStep, RowSampling, SlotRunner
+from herald_jax.engine.slot_runner import CommittedBlock, RowSampling, SlotRunner
 from herald_jax.models.decoder import Params
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class LiveSample:
-    """One sample of a request on its way through the engine.
+class _InFlight(NamedTuple):
+    """A device step that is not read yet, and the samples whose first block it begins."""
 
-    Times are of `time.perf_counter`; they are `None` until the event has happened. A sample
-    that was preempted keeps the times of its first stay.
-
-    Attributes:
-        request_id: The request's name.
-        sample_index: Number of the sample within the request.
-        seed: Seed of its random stream.
-        progress: What of the finished blocks counts.
-        arrived: When the request was added.
-        admitted: When its prefill was first planned.
-        started: When its first block was dispatched.
-        first_block: When its first block was read.
-        ended: When it ended.
-        reused_tokens: Prompt tokens whose keys and values were there already.
-        preemptions: How often it was set back to its last finished block.
-    """
-
-    request_id: str
-    sample_index: int
-    seed: int
-    progress: RowProgress
-    arrived: float
-    admitted: float | None = None
-    started: float | None = None
-    first_block: float | None = None
-    ended: float | None = None
-    reused_tokens: int = 0
-    preemptions: int = 0
+    step: PendingLike
+    starting: Sequence[LiveSample]
 
 
 class EngineStepError(RuntimeError):
     """Raised for requests that were on the device when a step failed; the cause is chained."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampleEvent:
-    """A sample got a block, or ended. `error` is set if a failure ended it."""
-
-    sample: LiveSample
-    error: Exception | None = None
 
 
 def params_difference(old: Params, new: Params) -> list[str]:
@@ -99,8 +66,11 @@ class LLMEngine:
         config: The model.
         params: Its parameters, on the device.
         engine: Settings.
+        runner: Runs the plans, instead of one that is made here (tests).
 
     Attributes:
+        config: The model.
+        settings: The settings.
         sizes: What the settings came to on this machine.
         scheduler: The queue, rows and pages.
 
@@ -109,7 +79,11 @@ class LLMEngine:
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, engine: EngineConfig | None = None
+        self,
+        config: ModelConfig,
+        params: Params,
+        engine: EngineConfig | None = None,
+        runner: RunnerLike | None = None,
     ) -> None:
         self.config = config
         self.settings = engine or EngineConfig()
@@ -125,27 +99,31 @@ class LLMEngine:
         )
         self._params = params
         self._params_version = 0
-        pages = PageAllocator(
-            self.sizes.num_pages,
-            self.sizes.page_tokens,
-            share_prefixes=self.settings.share_prefixes,
-        )
-        block = config.block_length
-        self.scheduler = Scheduler(
-            pages,
-            block_length=block,
-            max_rows=self.sizes.max_rows,
-            max_step_tokens=(self.sizes.max_rows + self.sizes.prefill_slots) * block,
-            max_model_len=self.sizes.max_model_len,
-            run_ahead=self.settings.run_ahead,
-            max_waiting=self.settings.max_waiting,
-            aging_ticks=self.settings.aging_ticks,
-            prefix_root=self._prefix_root(),
-        )
-        self._runner = self._make_runner()
-        self._pending: collections.deque[PendingStep] = collections.deque()
+        self.scheduler = self._make_scheduler()
+        self._runner = self._make_runner() if runner is None else runner
+        self._pending: collections.deque[_InFlight] = collections.deque()
         self._samples: dict[tuple[str, int], LiveSample] = {}
         self._options: dict[tuple[str, int], RowSampling] = {}
+
+    def _make_scheduler(self) -> Scheduler:
+        sizes, settings, block = self.sizes, self.settings, self.config.block_length
+        pages = PageAllocator(
+            sizes.num_pages,
+            sizes.page_tokens,
+            share_prefixes=settings.share_prefixes,
+            setting=sizes.setting,
+        )
+        return Scheduler(
+            pages,
+            block_length=block,
+            max_rows=sizes.max_rows,
+            max_step_tokens=(sizes.max_rows + sizes.prefill_slots) * block,
+            max_model_len=sizes.max_model_len,
+            run_ahead=settings.run_ahead,
+            max_waiting=settings.max_waiting,
+            aging_ticks=settings.aging_ticks,
+            prefix_root=self._prefix_root(),
+        )
 
     def _make_runner(self) -> SlotRunner:
         sizes = self.sizes
@@ -173,6 +151,15 @@ class LLMEngine:
         """True while a request waits or runs, or results are unread."""
         return bool(self._pending) or not self.scheduler.is_idle
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time that programs took to compile so far."""
+        return self._runner.compile_seconds
+
+    def clock(self) -> float:
+        """Seconds on a clock that stands still while a program compiles."""
+        return time.perf_counter() - self._runner.compile_seconds
+
     def update_params(self, params: Params) -> None:
         """Swaps the weights in place, without compiling anything.
 
@@ -180,6 +167,8 @@ class LLMEngine:
             ConfigError: If requests are running, or the new ones differ in structure, shape or
                 dtype; the old ones stay then.
         """
+        if self.scheduler.is_idle:
+            self._drain()  # steps that nobody waits for any more
         if self.has_unfinished:
             raise ConfigError(
                 "update_params needs an idle engine: the keys and values of running requests "
@@ -226,69 +215,120 @@ class LLMEngine:
             QueueFull: If too many samples are waiting.
         """
         require(len(progresses) == len(seeds), "seeds", len(seeds), f"{len(progresses)} of them")
-        self.scheduler.add(
-            request_id,
-            request.prompt_token_ids,
-            progresses,
-            max_tokens=request.sampling.max_tokens,
-            priority=priority,
-        )
-        arrived = time.perf_counter()
-        live = []
-        for index, (progress, seed) in enumerate(zip(progresses, seeds, strict=True)):
-            sample = LiveSample(
-                request_id=request_id,
-                sample_index=index,
-                seed=seed,
-                progress=progress,
-                arrived=arrived,
+        with self._trusting():
+            self.scheduler.add(
+                request_id,
+                request.prompt_token_ids,
+                progresses,
+                max_tokens=request.sampling.max_tokens,
+                priority=priority,
             )
-            self._samples[request_id, index] = sample
-            self._options[request_id, index] = RowSampling(request.sampling, seed)
-            live.append(sample)
-        return live
+            arrived, live = self.clock(), []
+            for index, (progress, seed) in enumerate(zip(progresses, seeds, strict=True)):
+                sample = LiveSample(
+                    request_id=request_id,
+                    sample_index=index,
+                    seed=seed,
+                    progress=progress,
+                    arrived=arrived,
+                    compile_seconds=-self.compile_seconds,  # the end's are added
+                )
+                self._samples[request_id, index] = sample
+                self._options[request_id, index] = RowSampling(request.sampling, seed)
+                live.append(sample)
+            return live
 
     def abort(self, request_id: str) -> list[LiveSample]:
         """The samples that this call ended; empty if the request is unknown or has ended."""
-        return [self._close(sample) for sample in self.scheduler.abort(request_id)]
+        with self._trusting():
+            return [self._close(sample) for sample in self.scheduler.abort(request_id)]
 
     def step(self) -> list[SampleEvent]:
-        """Dispatches the next step and reads what is due; what happened to which sample."""
+        """Dispatches the next step and reads what is due; what happened to which sample.
+
+        A step that fails on the device ends the requests that were running, with an
+        `EngineStepError` in their events. If anything else is raised, such as an interrupt, all
+        requests have been aborted, and the engine can be used again.
+        """
+        with self._trusting(is_step=True):
+            return self._step()
+
+    @contextlib.contextmanager
+    def _trusting(self, *, is_step: bool = False) -> Iterator[None]:
+        """Starts over where an interrupt, or a fault within a step, left accounts half-written."""
+        try:
+            yield
+        except BaseException as error:
+            if is_step or not isinstance(error, Exception):
+                self._start_over()
+            raise
+
+    def _start_over(self) -> None:
+        """Aborts every request, and makes queue, rows, pages and the device's state anew."""
+        live, self._samples = self._samples, {}
+        self._options.clear()
+        self._pending.clear()
+        for sample in live.values():
+            sample.progress.abort()
+            self._stamp_end(sample)
+        counts = self.scheduler.counts
+        self.scheduler = self._make_scheduler()
+        self.scheduler.counts = counts
+        self._runner.reset()
+
+    def _step(self) -> list[SampleEvent]:
         events: list[SampleEvent] = []
         while len(self._pending) >= self.settings.run_ahead:
             events += self._read()
         plan = self.scheduler.schedule()
         if plan is None:
             return events + (self._read() if self._pending else [])
-        now = time.perf_counter()
-        options = {}
+        now = self.clock()
+        options, starting = {}, []
         for slot in plan.prefill:
-            self._note(slot.row, slot.epoch, admitted=now)
+            self._note_admitted(slot.row, slot.epoch, now)
         for start in plan.starts:
-            sample = self._note(start.row, start.epoch, admitted=now, started=now)
+            sample = self._note_admitted(start.row, start.epoch, now)
             options[start.row] = self._options[sample.request_id, sample.sample_index]
+            starting.append(sample)
         try:
-            self._pending.extend(self._runner.dispatch(plan, options))
+            steps = self._runner.dispatch(plan, options)
         except Exception as error:
-            events += self._fail_step(error)
+            return events + self._fail_step(error)
+        was_idle = not self._pending
+        # The last of a plan's device steps is the one that decodes.
+        self._pending.extend(_InFlight(step, ()) for step in steps[:-1])
+        self._pending.extend(_InFlight(step, starting) for step in steps[-1:])
+        if was_idle:
+            self._note_started()
         return events
 
-    def _note(self, row: int, epoch: int, **times: float) -> LiveSample:
-        """Sets times of a stay's sample that are not set yet."""
+    def _note_admitted(self, row: int, epoch: int, now: float) -> LiveSample:
+        """The sample of a stay that a plan prefills or starts."""
         sample = self.scheduler.sample_at(row, epoch)
         assert sample is not None, "the plan was made just now"
         live = self._samples[sample.request_id, sample.sample_index]
-        for name, value in times.items():
-            if getattr(live, name) is None:
-                setattr(live, name, value)
+        if live.admitted is None:
+            live.admitted = now
         return live
 
+    def _note_started(self) -> None:
+        """Sets the times of the samples that start in the step that the device runs next."""
+        for live in self._pending[0].starting if self._pending else ():
+            if live.started is None:
+                live.started = self.clock()
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._read()
+
     def _read(self) -> list[SampleEvent]:
-        step = self._pending.popleft()
+        step = self._pending.popleft().step
         try:
             blocks = step.read()
         except Exception as error:
             return self._fail_step(error)
+        self._note_started()
         return [event for block in blocks for event in self._take(block)]
 
     def _take(self, block: CommittedBlock) -> list[SampleEvent]:
@@ -304,7 +344,7 @@ class LLMEngine:
             # ends with what it has, and the others go on.
             return self._fail_request(sample.request_id, error)
         if live.first_block is None:
-            live.first_block = time.perf_counter()
+            live.first_block = self.clock()
         if live.progress.finish_reason is not None:
             self._close(sample)
         return [SampleEvent(live)]
@@ -312,9 +352,14 @@ class LLMEngine:
     def _close(self, sample: Sample) -> LiveSample:
         live = self._samples.pop((sample.request_id, sample.sample_index))
         self._options.pop((sample.request_id, sample.sample_index))
-        live.ended = time.perf_counter()
         live.reused_tokens, live.preemptions = sample.reused_tokens, sample.preemptions
+        live.peak_pages = sample.peak_pages
+        self._stamp_end(live)
         return live
+
+    def _stamp_end(self, live: LiveSample) -> None:
+        live.ended = self.clock()
+        live.compile_seconds += self.compile_seconds
 
     def _fail_request(self, request_id: str, error: Exception) -> list[SampleEvent]:
         return [SampleEvent(live, error) for live in self.abort(request_id)]

@@ -7,6 +7,7 @@ stop string, whichever comes first, and drops everything behind that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Collection
@@ -128,15 +129,15 @@ class RowProgress:
     def abort(self) -> None:
         """Ends the sample where it stands; nothing happens if it has ended."""
         if self.finish_reason is None:
-            self._finish("abort")
+            # The tokenizer may be what failed: then the text stays as far as it came.
+            with contextlib.suppress(Exception):
+                self._finish("abort")
 
     def take_text(self) -> str:
         """The text that became final since the last call."""
         return "" if self._text is None else self._text.take()
 
-    def output(
-        self, index: int, seed: int, prefill_seconds: float, decode_seconds: float
-    ) -> CompletionOutput:
+    def output(self, index: int, seed: int, stats: SampleStats) -> CompletionOutput:
         """The result of a sample that has ended."""
         if self.finish_reason is None:
             raise RuntimeError("the sample is still running")
@@ -151,19 +152,19 @@ class RowProgress:
             unmask_steps=list(self._unmask_steps),
             confidences=list(self._confidences),
             seed=seed,
-            stats=SampleStats(
-                steps_per_block=list(self.steps_per_block),
-                generated_tokens=len(self.token_ids),
-                prefill_seconds=prefill_seconds,
-                decode_seconds=decode_seconds,
-            ),
+            stats=stats,
         )
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if self._text is not None:
+        if self._text is None:
+            return
+        try:
             self._text.close()
-            # Held-back text may complete a stop string only now, behind the last id.
-            if self._text.stop_string is not None and self.stop_reason is None:
-                self.finish_reason = "stop"
-                self.stop_reason = self._text.stop_string
+        except Exception:
+            self.finish_reason = "abort"
+            raise
+        # Held-back text may complete a stop string only now, behind the last id.
+        if self._text.stop_string is not None and self.stop_reason is None:
+            self.finish_reason = "stop"
+            self.stop_reason = self._text.stop_string

@@ -58,6 +58,7 @@ class Sample:
         is_publishable: False if its pages may hold keys and values of other parameters.
         preemptions: How often it lost its row.
         reused_tokens: Prompt tokens that shared pages spared it to prefill, over all stays.
+        peak_pages: Most pages that it had at a time.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class Sample:
     is_publishable: bool = True
     preemptions: int = 0
     reused_tokens: int = 0
+    peak_pages: int = 0
 
     @property
     def next_block(self) -> int:
@@ -129,6 +131,7 @@ class Sample:
 
     def leave(self, state: SampleState) -> list[int]:
         """Gives row and pages up and returns the pages, which are the caller's to release."""
+        self.peak_pages = max(self.peak_pages, len(self.pages))  # within a stay they only grow
         pages, self.pages = self.pages, []
         self.row = self.epoch = -1
         self.prefilled_tokens = self.published_pages = 0

@@ -458,6 +458,7 @@ class Scheduler:
             if sample is not None:
                 tables.append(RowTable(row, sample.epoch, tuple(sample.pages)))
         plan = draft.finish(self._tick, tables, self._preempted)
+        self.counts.row_steps += len(plan.decode)
         self._changed_rows.clear()
         self._preempted.clear()
         return plan

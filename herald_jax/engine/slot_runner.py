@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,13 +70,17 @@ class PendingStep:
     """A step that was dispatched; its results are on their way to the host."""
 
     def __init__(self, slots: Sequence[DecodeSlot], output: SlotOutput) -> None:
-        """Starts the copies."""
+        """Starts the copies; a step without decode slots has nothing to copy."""
         self._slots, self._output = slots, output
-        for leaf in jax.tree.leaves(output):
-            leaf.copy_to_host_async()
+        if slots:
+            for leaf in jax.tree.leaves(output):
+                leaf.copy_to_host_async()
 
     def read(self) -> list[CommittedBlock]:
         """The blocks that the step committed; waits for it."""
+        if not self._slots:
+            jax.block_until_ready(self._output)
+            return []
         output = jax.tree.map(np.asarray, self._output)
         block = output.block
         return [
@@ -134,6 +139,10 @@ class SlotRunner:
         table_pages: Pages of the longest text.
         prefill_slots: Prompt blocks that one device step takes; a plan with more is run in
             several device steps.
+
+    Attributes:
+        params: Parameters of the next step; others of the same shapes may be put in their place.
+        compile_seconds: Time that programs took to compile so far.
     """
 
     def __init__(
@@ -155,11 +164,13 @@ class SlotRunner:
         self._tables = np.zeros((max_rows, table_pages), np.int32)
         self._no_starts = self._starts(())
         self._programs: dict[tuple[int, int, ProposalSpec], Callable[..., Any]] = {}
+        self.compile_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
         """Makes the device's state anew: an empty pool, and no row that has begun."""
         dtype = self.params["embed_tokens"]["embedding"].dtype
+        self._cache: Any = None  # the old pool goes first: there may be no room for two
         self._cache = PagedCache.zeros(self.config, *self._pool, dtype)
         self._states = RowStates.empty(self.max_rows, self.config.block_length)
         self._device_tables = jnp.array(self._tables, copy=True)
@@ -178,6 +189,9 @@ class SlotRunner:
         Args:
             plan: The next plan.
             options: Options of the rows that the plan starts.
+
+        Returns:
+            The device steps that the plan took, in their order; the last one decodes.
         """
         for start in plan.starts:
             self._rows[start.row] = options[start.row]
@@ -186,14 +200,13 @@ class SlotRunner:
         if plan.tables:
             self._device_tables = jnp.array(self._tables, copy=True)
         prefill = list(plan.prefill)
+        steps = []
         # The last device step takes the decode slots, whose rows may need what is prefilled.
         while len(prefill) > self.prefill_slots:
-            self._run(None, prefill[: self.prefill_slots])
+            steps.append(PendingStep((), self._run(None, prefill[: self.prefill_slots])))
             prefill = prefill[self.prefill_slots :]
-        if not plan.decode:
-            self._run(None, prefill)
-            return []
-        return [PendingStep(plan.decode, self._run(plan, prefill))]
+        last = self._run(plan if plan.decode else None, prefill)
+        return [*steps, PendingStep(plan.decode, last)]
 
     def warmup(self, specs: Sequence[ProposalSpec] = (GREEDY, SAMPLED, FILTERED)) -> None:
         """Compiles, ahead of time, all programs that steps with these facts can need."""
@@ -275,6 +288,7 @@ class SlotRunner:
             def ints(*shape: int) -> Any:
                 return jax.ShapeDtypeStruct(shape, jnp.int32)
 
+            begin = time.perf_counter()
             step = functools.partial(_step, model=self.config, spec=spec)
             self._programs[key] = (
                 jax.jit(step, donate_argnums=(1, 2))
@@ -290,6 +304,7 @@ class SlotRunner:
                 )
                 .compile()
             )
+            self.compile_seconds += time.perf_counter() - begin
         return self._programs[key]
 
 

@@ -32,6 +32,7 @@ class WaitingQueue:
         self._max_waiting = max_waiting
         self._aging_ticks = aging_ticks
         self._arrivals = 0
+        self._new = 0
         self._samples: list[Sample] = []
 
     def __len__(self) -> int:
@@ -66,18 +67,19 @@ class WaitingQueue:
                 f"A request of {count} samples can never wait in a queue of "
                 f"max_waiting={self._max_waiting}. Lower n or raise max_waiting."
             )
-        # Those that lost their row were let in before, and come back whatever waits.
-        waiting = sum(sample.preemptions == 0 for sample in self._samples)
-        if waiting + count > self._max_waiting:
+        if self._new + count > self._max_waiting:
             raise QueueFull(
-                f"{waiting} samples are waiting and {count} more would pass "
+                f"{self._new} samples are waiting and {count} more would pass "
                 f"max_waiting={self._max_waiting}. Try again later, or raise max_waiting."
             )
 
     def push(self, sample: Sample) -> None:
         """Puts a sample at its place."""
         bisect.insort(self._samples, sample, key=order_key)
+        # Those that lost their row were let in before, and come back whatever waits.
+        self._new += sample.preemptions == 0
 
     def remove(self, sample: Sample) -> None:
         """Takes a sample out."""
         self._samples.remove(sample)
+        self._new -= sample.preemptions == 0

@@ -7,11 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from herald_jax import SamplingParams
+from herald_jax import SampleStats, SamplingParams
 from herald_jax.engine.detokenizer import TextStream
 from herald_jax.engine.request import RowBlock, RowProgress, sample_seeds
 
 EOS = 1
+STATS = SampleStats(
+    steps_per_block=[3, 1],
+    generated_tokens=6,
+    queue_seconds=0.5,
+    prefill_seconds=1.0,
+    decode_seconds=2.0,
+    ttft_seconds=1.75,
+    reused_tokens=8,
+    preemptions=1,
+)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -40,7 +50,7 @@ def run(params: SamplingParams, *blocks: RowBlock, has_text: bool = True) -> Row
 
 
 def finished(progress: RowProgress):
-    return progress.output(0, 5, 0.0, 0.0)
+    return progress.output(0, 5, STATS)
 
 
 def test_the_length_limit_cuts_the_last_block_and_drops_nothing_before():
@@ -49,7 +59,7 @@ def test_the_length_limit_cuts_the_last_block_and_drops_nothing_before():
     assert output.token_ids == [2, 3, 4, 5, 6, 7]
     assert output.finish_reason == "length"
     assert output.text == "cdefgh"
-    assert output.stats.generated_tokens == 6
+    assert output.stats.forwards == 6
     assert output.cumulative_logprob == pytest.approx(-3.0)
     for values in (output.unmask_steps, output.confidences, output.token_logprobs):
         assert len(values) == 6
@@ -75,8 +85,7 @@ def test_a_stop_id_committed_before_its_left_neighbours():
     assert output.text == "ef"
     assert (output.finish_reason, output.stop_reason) == ("stop", EOS)
     assert output.unmask_steps == [3, 2, 0]
-    assert output.stats.generated_tokens == 3
-    assert output.stats.forwards == 5
+    assert progress.steps_per_block == [4]
 
 
 def test_the_earliest_of_several_stop_ids_ends_the_text():

@@ -1,0 +1,44 @@
+"""What the engine uses of its runner; tests put scripts in the runner's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.engine.plan import StepPlan
+from herald_jax.engine.slot_runner import CommittedBlock, RowSampling
+
+
+@runtime_checkable
+class PendingLike(Protocol):
+    """What of `engine.slot_runner.PendingStep` the engine uses."""
+
+    def read(self) -> list[CommittedBlock]:
+        """The blocks that the step committed; waits for it."""
+        ...
+
+
+@runtime_checkable
+class RunnerLike(Protocol):
+    """What of `engine.slot_runner.SlotRunner` the engine uses.
+
+    Attributes:
+        params: Parameters of the next step.
+        compile_seconds: Time that programs took to compile so far.
+    """
+
+    params: Any
+    compile_seconds: float
+
+    def dispatch(self, plan: StepPlan, options: dict[int, RowSampling]) -> Sequence[PendingLike]:
+        """Sends a plan to the device without waiting for it."""
+        ...
+
+    def warmup(self, specs: Sequence[ProposalSpec] = ...) -> None:
+        """Compiles ahead of time all programs, or those of these kinds of step."""
+        ...
+
+    def reset(self) -> None:
+        """Makes the device's state anew."""
+        ...
