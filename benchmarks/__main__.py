@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import continuous, conversion_memory, mixture, step
+from benchmarks import continuous, conversion_memory, mixture, serve_load, step
 
 BENCHMARKS = {
     "continuous": continuous,
     "conversion_memory": conversion_memory,
     "mixture": mixture,
+    "serve_load": serve_load,
     "step": step,
 }
 

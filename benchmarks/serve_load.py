@@ -4,7 +4,7 @@ Server and clients share this process, so that what is left in the engine can be
 case is asked for once alone; under load, every answer that nobody cut must equal that one, and
 one that was aborted must be its beginning. Refusals for want of room are asked for again.
 
-    python -m benchmarks.serve_load --requests 2000
+    python -m benchmarks serve_load --requests 2000
 
 The run ends with an error on the first kind of fault: a hang, a wrong answer or status, or
 anything that is left behind.
@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from herald_jax.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    import httpx
 
 HANG_SECONDS = 120.0
 """A request that takes longer counts as a hang."""
@@ -79,6 +80,8 @@ class Load:
 
     async def run(self, requests: int, concurrency: int, abort_every: float) -> None:
         """Sends so many requests, so many at a time."""
+        import httpx  # here, as the other benchmarks do without it
+
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=None, limits=limits) as http:
             self._cases = [await self._alone(http, case) for case in self._cases]
@@ -277,9 +280,10 @@ def _engine() -> AsyncLLM:
     )
     settings = EngineConfig(
         max_num_seqs=8,
+        max_model_len=256,
         max_waiting=40,
         max_prefill_tokens=64,
-        kv_cache_bytes=14 * 64 * 2 * 2 * 16 * 4,  # 14 pages of 64 tokens
+        kv_cache_bytes=8 * 64 * 2 * 2 * 16 * 4,  # 8 pages of 64 tokens
     )
     engine = LLMEngine(config, random_params(config, seed=1, dtype=jnp.float32), settings)
     engine.warmup()
@@ -294,7 +298,7 @@ def _cases() -> list[Case]:
     for at in range(40):
         text = " ".join(chance.choices(words, k=chance.randrange(1, 60)))
         body: dict[str, Any] = dict(
-            model="load", max_tokens=chance.randrange(1, 64), priority=chance.randrange(3)
+            model="load", max_tokens=chance.randrange(1, 90), priority=chance.randrange(3)
         )
         if at % 4 == 1:
             body |= dict(temperature=0.8, top_p=0.9, seed=at)
@@ -313,15 +317,17 @@ def _cases() -> list[Case]:
     return cases
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--abort-every", type=float, default=1.0, help="seconds between aborts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="folder of the record")
-    options = parser.parse_args()
 
+
+def main(options: argparse.Namespace) -> None:
+    """Runs the load and writes the record."""
     from benchmarks.record import RESULTS, current_commit, write_record
     from herald_jax.server.limits import ServerLimits
     from herald_jax.server.run import make_server
@@ -401,7 +407,3 @@ def main() -> None:
         figures=result,
         folder=options.output or RESULTS,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server of `herald serve` (extra `serve`)."""
