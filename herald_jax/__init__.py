@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         generate_program,
         pad_prompts,
     )
+    from herald_jax.engine.async_llm import AsyncLLM
+    from herald_jax.engine.config import EngineConfig
     from herald_jax.llm import LLM
     from herald_jax.outputs import (
         CompletionOutput,
@@ -52,6 +54,8 @@ _HOMES = {
     "generate_program": "herald_jax.decoding.generate",
     "pad_prompts": "herald_jax.decoding.generate",
     "load_params": "herald_jax.checkpoint",
+    "AsyncLLM": "herald_jax.engine.async_llm",
+    "EngineConfig": "herald_jax.engine.config",
     "ModelConfig": "herald_jax.configs",
     "ConfigError": "herald_jax._checks",
 }
@@ -71,6 +75,8 @@ __all__ = [
     "generate_program",
     "pad_prompts",
     "load_params",
+    "AsyncLLM",
+    "EngineConfig",
     "ModelConfig",
     "ConfigError",
 ]

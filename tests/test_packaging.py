@@ -45,7 +45,8 @@ def test_every_module_imports_without_the_extras(run_python):
     """A name that is None in `sys.modules` cannot be imported."""
     run_python(
         "import importlib, pkgutil, sys\n"
-        "for extra in ('torch', 'transformers', 'matplotlib', 'beartype', 'pytest'):\n"
+        "for extra in ('torch', 'transformers', 'matplotlib', 'beartype', 'pytest', 'fastapi',\n"
+        "              'uvicorn', 'prometheus_client', 'httpx', 'openai'):\n"
         "    sys.modules[extra] = None\n"
         f"for name in {PACKAGES!r}:\n"
         "    package = importlib.import_module(name)\n"

@@ -23,6 +23,8 @@ PUBLIC = {
     "generate_program",
     "pad_prompts",
     "load_params",
+    "AsyncLLM",
+    "EngineConfig",
     "ModelConfig",
     "ConfigError",
 }
