@@ -117,21 +117,19 @@ def test_base_dependencies_cover_what_is_imported_at_the_top_of_modules():
     [
         ("pallas_kernels", ("herald_jax", "convert")),
         ("convert", ("herald_jax.engine",)),
-        ("herald_jax/models", ("herald_jax.engine", "herald_jax.llm", "herald_jax.retrieval")),
-        ("herald_jax/cache", ("herald_jax.engine", "herald_jax.llm", "herald_jax.retrieval")),
+        ("herald_jax/models", ("herald_jax.engine", "herald_jax.llm")),
+        ("herald_jax/cache", ("herald_jax.engine", "herald_jax.llm")),
         ("herald_jax/decoding", ("herald_jax.engine", "herald_jax.llm")),
-        ("herald_jax/retrieval", ("herald_jax.engine", "herald_jax.llm")),
         ("herald_jax/engine", ("herald_jax.llm",)),
         ("herald_jax/engine/scheduler.py", ("jax", "flax", "numpy")),
-        ("herald_jax/cache/planner.py", ("jax", "flax")),
     ],
 )
 def test_imports_point_one_way(importer, forbidden):
-    """Lower layers do not know upper ones; scheduler and planner can be tested without JAX."""
+    """Lower layers do not know upper ones; the scheduler can be tested without JAX."""
     target = ROOT / importer
-    for path in [target] if target.suffix else sorted(target.rglob("*.py")):
-        if not path.exists():
-            pytest.skip(f"there is no {importer}")
+    paths = [target] if target.suffix else sorted(target.rglob("*.py"))
+    assert paths
+    for path in paths:
         for name in imported_modules(path, top_level_only=False):
             hits = [bad for bad in forbidden if name == bad or name.startswith(bad + ".")]
             assert not hits, f"{path.relative_to(ROOT)} imports {name}"
