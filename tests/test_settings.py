@@ -13,6 +13,7 @@ from herald_jax import ConfigError, settings
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(settings.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(settings.COMPILE_CACHE_VARIABLE, raising=False)
     return tmp_path / "cache"
 
 
