@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,9 @@ _NAMING_FIELDS = (
     *("num_experts", "num_shared_experts", "first_dense_layers", "router_bias"),
 )
 """Fields that decide which parameters there are."""
+
+_PLAUSIBLE = 1000
+"""Layers or experts that are believed although no tensor proves them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,6 +141,7 @@ def describe(
 ) -> Description:
     """The model's description, with the source of every fact that configs tend to lack."""
     fields = family.parse_config(FieldReader(hf.config, out))
+    _bound_counts(family, hf, fields, out)
     head_key, _ = family.rule_for("lm_head.kernel")
     mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
     block = facts_of.block_length(family, hf, block_flag, out)
@@ -182,6 +188,44 @@ def describe(
         mask_token_id=0,
     )
     return Description(names_only, known, sizes_known=False)
+
+
+def _bound_counts(
+    family: Family, hf: HuggingFaceFolder, fields: dict[str, Any], out: Findings
+) -> None:
+    """Notes counts beyond what the tensors can be of, before any work is done for each of them.
+
+    Stand-ins that fit the tensors take their place in `fields`.
+    """
+    keys = hf.tensors.keys() | hf.unreadable
+    prefixes = {rule.source.split("{n}")[0] for rule in family.keys if "{n}" in rule.source}
+    pattern = re.compile(f"(?:{'|'.join(map(re.escape, sorted(prefixes)))})([0-9]{{1,9}})[.]")
+    numbers = {int(match[1]) for key in keys if (match := pattern.match(key))}
+    named = 1 + max(numbers, default=-1)
+    if named > len(keys):  # a key may hold any number, but no layer is without tensors
+        named = len(numbers)
+    proves = named > 0 and not hf.has_blind_spots
+    layers = named if proves else max(named, _PLAUSIBLE)
+    wanted = fields["num_layers"]
+    if wanted is not None and wanted > layers:
+        out.fault(
+            "config",
+            "config.json: num_hidden_layers",
+            expected=f"{layers} at most, as the tensors are of {named} layers",
+            found=str(wanted),
+            fix="Fetch the files that hold the other layers, or correct config.json.",
+        )
+        fields["num_layers"] = max(named, 1)
+    experts = max(len(keys), _PLAUSIBLE)  # one tensor may hold the experts of a layer
+    if (fields.get("num_experts") or 0) > experts:
+        out.fault(
+            "config",
+            "config.json: num_experts",
+            expected=f"{experts} at most, as there are {len(keys)} tensors",
+            found=str(fields["num_experts"]),
+            fix="Correct config.json.",
+        )
+        fields["num_experts"] = None
 
 
 def plan(family: Family, description: Description, hf: HuggingFaceFolder, out: Findings) -> Plan:

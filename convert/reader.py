@@ -291,7 +291,7 @@ def read_json(path: Path, findings: Findings, *, required: bool = False) -> dict
         if isinstance(value, dict):
             return value
         found = f"a {type(value).__name__}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         found = str(error)
     findings.fault(
         "config", path.name, expected="a JSON object", found=found, fix="Fetch this file again."

@@ -118,7 +118,7 @@ def open_file(path: Path) -> SafetensorsFile:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         entries = [_entry(path, 8 + length, key, value) for key, value in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenFile("header", "a JSON table of tensors", repr(error)) from error
     entries.sort(key=lambda entry: (entry.begin, entry.nbytes))
     end = 8 + length

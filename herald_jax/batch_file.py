@@ -25,9 +25,12 @@ from typing import Any, Self
 
 from herald_jax._checks import ConfigError
 from herald_jax.llm import LLM
+from herald_jax.model_source import find_checkpoint, resolve_dtype
 from herald_jax.outputs import GenerationError, RequestOutput
+from herald_jax.prompts import require_unicode
 from herald_jax.sampling import SamplingParams
 
+RECORD_START = b'{"index": 0, "id": '
 KNOWN_FIELDS = ("id", "prompt", "prompt_token_ids", "sampling_params")
 SHOWN_FAULTS = 20
 
@@ -80,6 +83,10 @@ def _read_item(number: int, line: str, defaults: SamplingParams) -> BatchItem:
     unknown = sorted(set(record) - set(KNOWN_FIELDS))
     if unknown:
         raise ConfigError(f"unknown fields {unknown}; known are {', '.join(KNOWN_FIELDS)}")
+    for field, value in record.items():
+        # The tokenizer takes no lone surrogate, and the results could not be written.
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        require_unicode(field, text)
     if ("prompt" in record) == ("prompt_token_ids" in record):
         raise ConfigError("give either prompt or prompt_token_ids")
     prompt = record.get("prompt", record.get("prompt_token_ids"))
@@ -101,24 +108,27 @@ def _read_item(number: int, line: str, defaults: SamplingParams) -> BatchItem:
 class ResultFile:
     """An output file that is appended to, one synced line for each finished prompt.
 
-    Used as a context manager; while it is open no other process can write to the file.
+    Used as a context manager; while it is open no other process can write to the file. What the
+    file holds stays as it is until the first result comes, so a run that fails before costs none.
 
     Args:
         path: The file; it is made if it does not exist.
-        restart: True to drop what it holds.
+        restart: True to replace the results that it holds.
 
     Attributes:
-        records: The complete records that were there.
+        records: The complete records that were there; none with `restart`.
     """
 
     def __init__(self, path: str | Path, *, restart: bool = False) -> None:
         self._path = Path(path)
         self._restart = restart
         self._descriptor = -1
+        self._kept = 0
+        self._is_cut = False
         self.records: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
-        """Opens and locks the file, and cuts off a record that was not completed.
+        """Opens and locks the file and reads its records; nothing in it is changed.
 
         Raises:
             ConfigError: If the file cannot be opened, is in use, or is no file of results.
@@ -147,9 +157,22 @@ class ResultFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one record and returns when it would survive a crash."""
         data = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self.cut()
         while data:
             data = data[os.write(self._descriptor, data) :]
         os.fsync(self._descriptor)
+
+    def cut(self) -> None:
+        """Drops what is to be replaced: a record that was not completed, or all at a restart.
+
+        The first `append` does so by itself.
+        """
+        if self._is_cut:
+            return
+        os.ftruncate(self._descriptor, self._kept)
+        os.lseek(self._descriptor, self._kept, os.SEEK_SET)
+        os.fsync(self._descriptor)
+        self._is_cut = True
 
     def _prepare(self) -> None:
         try:
@@ -158,38 +181,119 @@ class ResultFile:
             raise ConfigError(
                 f"Another process is writing to {self._path}. Wait for it or choose another file."
             ) from error
-        size = 0
-        if not self._restart:
-            size = self._read_records(self._path.read_bytes())
-        os.ftruncate(self._descriptor, size)
-        os.lseek(self._descriptor, size, os.SEEK_SET)
-        os.fsync(self._descriptor)
+        if self._restart:
+            self._check_replaceable()
+        else:
+            self._kept = self._read_records(self._path.read_bytes())
         folder = os.open(self._path.parent, os.O_RDONLY)
         with contextlib.suppress(OSError):  # some network file systems cannot sync folders
             os.fsync(folder)
         os.close(folder)
 
+    def _check_replaceable(self) -> None:
+        """Raises `ConfigError` if the file holds something else than results."""
+        with self._path.open("rb") as file:
+            line = file.readline()
+        try:
+            if line.endswith(b"\n"):
+                _read_record(line)
+            else:
+                _check_torn(line)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self._path} is not replaced, as its line 1 was not written by a batch run: "
+                f"{error}. Choose another output file, or remove this one yourself."
+            ) from error
+
     def _read_records(self, data: bytes) -> int:
         """Reads the complete records; the number of bytes that they take."""
         lines = data.split(b"\n")
-        lines.pop()  # what follows the last newline was not completed
+        torn = lines.pop()  # what follows the last newline was not completed
+        if not lines:
+            try:
+                _check_torn(torn)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self._path}, line 1, was not written by a batch run: {error}. "
+                    "Choose another output file."
+                ) from error
         size = 0
         for number, line in enumerate(lines, start=1):
             try:
-                record = json.loads(line)
-                if not {"index", "sha256", "options_sha256"} <= set(record):
-                    raise ValueError("it is no result")
+                record = _read_record(line)
             except (ValueError, TypeError) as error:
                 # After a power cut a file may be longer than what was written to it.
                 if number == len(lines) and self.records:
                     break
+                fix = ", or --restart to replace this one" if self.records else ""
                 raise ConfigError(
                     f"{self._path}, line {number}, was not written by a batch run: {error}. "
-                    "Choose another output file, or --restart to replace this one."
+                    f"Choose another output file{fix}."
                 ) from error
             self.records.append(record)
             size += len(line) + 1
         return size
+
+
+def _read_record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or not {"index", "sha256", "options_sha256"} <= set(record):
+        raise ValueError("it is no result")
+    return record
+
+
+def _check_torn(line: bytes) -> None:
+    """Raises `ValueError` if a first line without an end cannot be what a crash left of a record.
+
+    After a power cut, zeros may stand for what was not written.
+    """
+    line = line.rstrip(b"\0")
+    if not line.startswith(RECORD_START[: len(line)]):
+        raise ValueError("it is no result")
+
+
+def model_identity(
+    model: str | Path,
+    *,
+    dtype: Any = "auto",
+    tokenizer: str | Path | None = None,
+    mask_token_id: int | None = None,
+    block_length: int | None = None,
+) -> dict[str, Any]:
+    """What tells a model from others in the options of `run_file`.
+
+    One folder has one identity however its path is spelled, and another one once its weights are
+    replaced. The arguments are those of `LLM`.
+    """
+    name = resolve_dtype(dtype)
+    folder, config = find_checkpoint(
+        model, dtype=name, mask_token_id=mask_token_id, block_length=block_length
+    )
+    return {
+        "model": _resolved(model),
+        "weights": _weights_digest(folder),
+        "dtype": name,
+        "tokenizer": None if tokenizer is None else _resolved(tokenizer),
+        "config": dataclasses.asdict(config),
+    }
+
+
+def _resolved(name: str | Path) -> str:
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else str(name)
+
+
+def _weights_digest(folder: Path) -> str:
+    """A hash that changes when another checkpoint is written to the folder."""
+    record = folder / "conversion.json"
+    if record.is_file():  # it has a hash of every file that the weights came from
+        return hashlib.sha256(record.read_bytes()).hexdigest()
+    params = folder / "params"
+    digest = hashlib.sha256((params / "index.json").read_bytes())
+    # The index has no more than the sizes, but every write gives its data files fresh names.
+    names = sorted(str(path.relative_to(params)) for path in params.rglob("*"))
+    digest.update("\n".join(names).encode())
+    return digest.hexdigest()
 
 
 def run_file(
@@ -204,7 +308,7 @@ def run_file(
         llm: The model.
         items: Lines of the input file.
         results: The output file, open.
-        options: What else the results depend on, such as the model's name. A file of results
+        options: What else the results depend on, such as `model_identity`. A file of results
             made with other options is not continued.
 
     Yields:
@@ -261,6 +365,7 @@ def _run(
             results.append(record)
             written += 1
             yield record
+    results.cut()  # also where nothing was left to do
 
 
 def _check_resumed(

@@ -13,11 +13,13 @@ pack: a copy that was cut short is refused before anything is read.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +36,13 @@ from herald_jax._checkpoint_files import (
     INDEX_FORMAT,
     RETIRED,
     CheckpointError,
-    check_target,
     flush_to_disk,
     leftovers,
     read_index,
     tree_bytes,
 )
-from herald_jax._checks import ConfigError
+from herald_jax._checkpoint_files import check_target as _check_content
+from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
 from herald_jax.models import abstract_params
 
@@ -58,6 +60,8 @@ __all__ = [
 
 _PACK_BYTES = 128 * 2**20
 _LOAD_THREADS = 4
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""What a rename onto anything but an empty folder fails with."""
 
 Array = jax.Array | np.ndarray
 Shardings = jax.sharding.Sharding | Mapping[Any, Any]
@@ -71,6 +75,22 @@ def dotted_leaves(tree: Any) -> dict[str, Any]:
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def check_target(folder: str | Path, force: bool) -> None:
+    """Raises `CheckpointError` unless a checkpoint may be written at `folder`.
+
+    An empty folder is free. With `force` a complete checkpoint may be replaced; any other
+    content is never removed, so a mistyped target cannot cost files.
+    """
+    with _naming(folder):
+        _check_content(folder, force)
+        parents = Path(folder).absolute().parents
+        nearest = next(path for path in parents if path.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(
+            f"{folder} cannot be made: {nearest} is not a folder. Choose another target."
+        )
 
 
 class CheckpointWriter:
@@ -117,6 +137,7 @@ class CheckpointWriter:
             CheckpointError: If the target exists and may not be replaced.
         """
         check_target(folder, force)
+        self._force = force
         self._target = Path(folder).resolve()
         self._config = config
         self._pack_bytes = pack_bytes
@@ -128,11 +149,16 @@ class CheckpointWriter:
         self._is_sealed = False
 
     def __enter__(self) -> Self:
-        """Makes the working folder beside the target."""
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f"{self._target.name}{INCOMPLETE}"
-        self._work = Path(tempfile.mkdtemp(prefix=prefix, dir=self._target.parent))
-        (self._work / "params").mkdir()
+        """Makes the working folder beside the target.
+
+        Raises:
+            CheckpointError: If it cannot be made there.
+        """
+        with _naming(self._target):
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            prefix = f"{self._target.name}{INCOMPLETE}"
+            self._work = Path(tempfile.mkdtemp(prefix=prefix, dir=self._target.parent))
+            (self._work / "params").mkdir()
         return self
 
     def __exit__(
@@ -141,7 +167,11 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Publishes the checkpoint, or removes all traces of it after an exception."""
+        """Publishes the checkpoint, or removes all traces of it after an exception.
+
+        Raises:
+            CheckpointError: If something that may not be replaced appeared at the target.
+        """
         try:
             if kind is None:
                 self._publish()
@@ -233,8 +263,10 @@ class CheckpointWriter:
 
     def _publish(self) -> None:
         work = self.seal()
+        check_target(self._target, self._force)  # hours may have passed since the first time
         retired: Path | None = None
-        if self._target.exists():
+        # Without force nothing is moved away: the rename itself refuses all but an empty folder.
+        if self._force and self._target.exists():
             retired = Path(
                 tempfile.mkdtemp(prefix=f"{self._target.name}{RETIRED}", dir=work.parent)
             )
@@ -245,9 +277,13 @@ class CheckpointWriter:
             os.umask(umask)
             work.chmod(0o777 & ~umask)
             os.replace(work, self._target)
-        except BaseException:
+        except BaseException as error:
             if retired is not None:
                 os.replace(retired, self._target)
+            if isinstance(error, OSError) and error.errno in _TAKEN:
+                raise CheckpointError(
+                    f"{self._target} appeared during the write and is not replaced: {error}."
+                ) from error
             raise
         self._work = None
         flush_to_disk(self._target.parent, recurse=False, files=False)
@@ -281,8 +317,9 @@ def load_config(folder: str | Path) -> ModelConfig:
         CheckpointError: If the folder holds no complete checkpoint.
         ConfigError: If `config.json` is not one that this version reads.
     """
-    read_index(Path(folder))
-    return ModelConfig.load(folder)
+    with _naming(folder):
+        read_index(Path(folder))
+        return ModelConfig.load(folder)
 
 
 def load_params(
@@ -311,10 +348,15 @@ def load_params(
     Raises:
         CheckpointError: If the folder is missing, foreign or incomplete, or its tensors do not
             fit `config`; all misfits are in one message.
+        ConfigError: If `dtype` is no floating dtype, or `config.json` is not one that this
+            version reads.
     """
+    if dtype is not None:
+        require(_is_floating(dtype), "dtype", dtype, "a floating dtype, such as bfloat16")
     folder = Path(folder).absolute()
-    index = read_index(folder)
-    config = ModelConfig.load(folder) if config is None else config
+    with _naming(folder):
+        index = read_index(folder)
+        config = ModelConfig.load(folder) if config is None else config
     tree = abstract_params(config)
     expected = dotted_leaves(tree)
     _compare(folder, index["tensors"], expected)
@@ -346,6 +388,27 @@ def load_params(
     arrays = {name: array for part in parts for name, array in part.items()}
     leaves = [arrays[name] for name in dotted_leaves(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+@contextlib.contextmanager
+def _naming(folder: str | Path) -> Iterator[None]:
+    """Turns what the file system or hostile JSON raises into an error that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}.") from error
+    except RecursionError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: config.json or params/index.json is nested too deeply. "
+            "Convert again."
+        ) from error
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:  # no dtype at all
+        return False
 
 
 def _compare(folder: Path, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

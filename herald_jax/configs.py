@@ -154,7 +154,10 @@ class ModelConfig:
                 self.stop_token_ids,
                 f"ids in [0, vocab_size={self.vocab_size}) other than the mask id",
             )
+        for flag in ("qk_norm", "qkv_bias", "tie_word_embeddings"):
+            require(isinstance(getattr(self, flag), bool), flag, getattr(self, flag), "a bool")
         if self.tokenizer_vocab_size is not None:
+            require_int("tokenizer_vocab_size", self.tokenizer_vocab_size, 1)
             require(
                 1 <= self.tokenizer_vocab_size <= self.vocab_size,
                 "tokenizer_vocab_size",

@@ -10,8 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from herald_jax import checkpoint
 from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
@@ -22,6 +20,7 @@ from herald_jax.engine.live import LiveSample
 from herald_jax.engine.llm_engine import LLMEngine
 from herald_jax.engine.request import sample_seeds
 from herald_jax.model_source import find_checkpoint, resolve_dtype
+from herald_jax.models import check_params, copy_params
 from herald_jax.outputs import (
     GenerationError,
     GenerationInterrupted,
@@ -119,13 +118,16 @@ class LLM:
 
         Args:
             config: Description of the model.
-            params: Nested dict in the structure of `models.abstract_params(config)`.
+            params: Nested dict in the structure of `models.abstract_params(config)`. They are
+                copied, so a trainer may donate its own.
             tokenizer: For text; without one, prompts are lists of ids.
             **settings: Fields of `EngineConfig`, such as `max_model_len` and `max_num_seqs`.
         """
         resolve_dtype("auto")  # says so if there is no device
         enable_compile_cache()
-        engine = LLMEngine(config, jax.device_put(dict(params)), EngineConfig(**settings))
+        check_params(config, dict(params))
+        own = copy_params(dict(params))
+        engine = LLMEngine(config, own, EngineConfig(**settings))
         return cls.from_engine(engine, tokenizer)
 
     @classmethod

@@ -57,13 +57,24 @@ def pair_params(
     return list(sampling_params)
 
 
+def require_unicode(field: str, text: str) -> None:
+    """Raises `ConfigError` if a text has half of a surrogate pair, which no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{field} is not valid Unicode: character {error.start} is the lone surrogate "
+            f"{text[error.start]!r}. Remove it, or write both halves of the pair."
+        ) from error
+
+
 def read_prompt(
     prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool
 ) -> tuple[str | None, tuple[int, ...]]:
     """The text (if it was given as text) and the ids of a prompt.
 
     Raises:
-        ConfigError: If it is no prompt, or a text without a tokenizer.
+        ConfigError: If it is no prompt, no valid Unicode, or a text without a tokenizer.
     """
     value: Any = prompt
     if isinstance(prompt, Mapping):
@@ -74,6 +85,7 @@ def read_prompt(
         value = prompt[name]
         require(isinstance(value, str) == (name == "prompt"), name, value, FORMS)
     if isinstance(value, str):
+        require_unicode("prompt", value)
         if tokenizer is None:
             raise ConfigError(
                 "the prompt is a text, but the model's folder has no tokenizer. Give a list of "

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from herald_jax._checks import require, require_float, require_int, require_one_of
 from herald_jax.decoding.propose import CONFIDENCE_SOURCES
 from herald_jax.decoding.rules import RULES
@@ -65,6 +67,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Checks every field; sequences become tuples, so that the object is hashable."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
         require_int("max_tokens", self.max_tokens, 1)
         require_int("n", self.n, 1)
         require_float("temperature", self.temperature, 0.0, 1e4, "a number >= 0")

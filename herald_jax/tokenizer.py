@@ -30,6 +30,9 @@ class Tokenizer:
         backend: The tokenizer itself. Padding and truncation stored with it are switched off.
         config: Content of `tokenizer_config.json`.
         chat_template: Jinja text; the one in `config` if left out.
+
+    Raises:
+        ConfigError: If a field of `config` cannot be used.
     """
 
     def __init__(
@@ -39,12 +42,15 @@ class Tokenizer:
         chat_template: str | None = None,
     ) -> None:
         self._backend = backend
+        require(isinstance(config, Mapping | None), "tokenizer_config.json", config, "a table")
         self._config = dict(config or {})
         # Training scripts leave these in the file; they would cut or fill prompts unseen.
         backend.no_padding()
         backend.no_truncation()
         self._mark_special_tokens()
-        self.chat_template = chat_template or _default_template(self._config)
+        self.chat_template = (
+            _default_template(self._config) if chat_template is None else chat_template
+        )
         self.byte_pieces = self._find_byte_pieces()
 
     @classmethod
@@ -62,12 +68,17 @@ class Tokenizer:
             folder / "tokenizer_config.json",
             folder / "chat_template.jinja",
         )
+        path = config_file
         try:
-            text = config_file.read_text(encoding="utf-8") if config_file.exists() else "{}"
+            text = path.read_text(encoding="utf-8") if path.exists() else "{}"
             config = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{config_file} cannot be read: {error}") from error
-        template = template_file.read_text(encoding="utf-8") if template_file.exists() else None
+            require(isinstance(config, dict), "tokenizer_config.json", config, "a table")
+            path = template_file
+            template = path.read_text(encoding="utf-8") if path.exists() else None
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
         return cls(backend, config, template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -95,11 +106,12 @@ class Tokenizer:
             **variables: Further names that the template reads.
 
         Raises:
-            ConfigError: If there is no template, or it refuses the messages.
+            ConfigError: If there is no template, or it cannot be used, or it refuses the
+                messages.
         """
         import jinja2
 
-        template = chat_template or self.chat_template
+        template = self.chat_template if chat_template is None else chat_template
         require(
             template is not None,
             "chat_template",
@@ -107,6 +119,8 @@ class Tokenizer:
             "given, since the tokenizer's folder has none",
             "Pass chat_template=..., or put the text together yourself and use generate().",
         )
+        is_text = isinstance(template, str) and bool(template.strip())
+        require(is_text, "chat_template", template, "a Jinja text that is not empty")
         for number, message in enumerate(messages):
             is_message = isinstance(message, Mapping) and "role" in message
             require(is_message, f"messages[{number}]", message, "a dict with a role")
@@ -120,14 +134,16 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"The chat template refuses the messages: {error}") from error
+        except Exception as error:  # a template computes, and whatever can fail there may fail
+            raise ConfigError(
+                f"The chat template fails on the messages: {type(error).__name__}: {error}"
+            ) from error
 
     def _mark_special_tokens(self) -> None:
         """Tells the backend of special tokens that only `tokenizer_config.json` knows."""
         from tokenizers import AddedToken
 
-        for token_id, entry in sorted(
-            self._config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
-        ):
+        for token_id, entry in _added_tokens(self._config):
             options = {
                 name: entry[name]
                 for name in ("single_word", "lstrip", "rstrip", "normalized")
@@ -140,15 +156,20 @@ class Tokenizer:
                 self._backend.add_tokens([token])
             found = self._backend.token_to_id(entry["content"])
             require(
-                found == int(token_id),
+                found == token_id,
                 f"added_tokens_decoder[{token_id}]",
                 entry["content"],
                 f"the token of that id, but tokenizer.json gives it {found}",
                 "The tokenizer's files come from different versions.",
             )
-        names = [self._config.get(name) for name in NAMED_TOKENS]
-        names += self._config.get("additional_special_tokens") or []
-        contents = [text for text in map(_content, names) if text is not None]
+        others = self._config.get("additional_special_tokens") or []
+        require(isinstance(others, list), "additional_special_tokens", others, "a list of tokens")
+        named = [(name, self._config.get(name)) for name in NAMED_TOKENS]
+        named += [(f"additional_special_tokens[{at}]", token) for at, token in enumerate(others)]
+        for name, token in named:
+            is_token = token is None or _is_text(_content(token))
+            require(is_token, name, token, "a text, or a table with a text content")
+        contents = [text for _, token in named if (text := _content(token)) is not None]
         known = [text for text in contents if self._backend.token_to_id(text) is not None]
         self._backend.add_special_tokens(known)
 
@@ -184,17 +205,48 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
         ) from error
 
 
-def _content(token: Any) -> str | None:
-    """The text of a special token, which the file gives bare or with its options."""
+def _added_tokens(config: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """The entries of `added_tokens_decoder` in the order of their ids, checked."""
+    table = config.get("added_tokens_decoder") or {}
+    require(isinstance(table, dict), "added_tokens_decoder", table, "a table of tokens by id")
+    found: dict[int, dict[str, Any]] = {}
+    for key, entry in table.items():
+        is_id = re.fullmatch("[0-9]{1,9}", str(key)) is not None
+        require(is_id, "added_tokens_decoder", key, "a table whose keys are token ids")
+        name = f"added_tokens_decoder[{key}]"
+        is_token = isinstance(entry, dict) and _is_text(entry.get("content"))
+        require(is_token, name, entry, "a table with a text content")
+        for option in ("special", "single_word", "lstrip", "rstrip", "normalized"):
+            is_flag = isinstance(entry.get(option, False), bool)
+            require(is_flag, f"{name}.{option}", entry.get(option), "true or false")
+        found[int(key)] = entry
+    return sorted(found.items())
+
+
+def _is_text(value: Any) -> bool:
+    """True for a text that has a UTF-8 form; JSON can spell halves of a character."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def _content(token: Any) -> Any:
+    """The text of a special token (not checked), which the file gives bare or with its options."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _default_template(config: Mapping[str, Any]) -> str | None:
     """The template in `tokenizer_config.json`: one text, or several with names."""
     template = config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    if not isinstance(template, list):
+        is_text = template is None or isinstance(template, str)
+        require(is_text, "chat_template", template, "a text, or a list of templates with names")
+        return template
+    found: dict[str, str] = {}
+    for number, entry in enumerate(template):
+        texts = [entry.get(n) for n in ("name", "template")] if isinstance(entry, dict) else []
+        is_named = len(texts) == 2 and all(isinstance(text, str) for text in texts)
+        require(is_named, f"chat_template[{number}]", entry, "a table with name and template")
+        found[entry["name"]] = entry["template"]
+    return found.get("default")
 
 
 def _raise_exception(message: str) -> None:

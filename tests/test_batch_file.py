@@ -12,11 +12,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted import ScriptedRunner, scripted_llm
 
-from herald_jax import LLM, ConfigError, GenerationError, ModelConfig, SamplingParams
-from herald_jax.batch_file import ResultFile, read_items, run_file
+from herald_jax import LLM, ConfigError, GenerationError, ModelConfig, SamplingParams, checkpoint
+from herald_jax.batch_file import ResultFile, model_identity, read_items, run_file
+from herald_jax.model_source import resolve_dtype
+from herald_jax.models import random_params
+from herald_jax.prompts import read_prompt
+from herald_jax.tokenizer import Tokenizer
 
 CONFIG = ModelConfig(
     family="test",
@@ -33,6 +38,7 @@ CONFIG = ModelConfig(
 )
 PARAMS = SamplingParams(max_tokens=6)
 OPTIONS = {"model": "scripted"}
+TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "tiny-sdar"
 
 
 def engine(**options: Any) -> tuple[LLM, ScriptedRunner]:
@@ -192,6 +198,86 @@ def test_a_foreign_file_is_not_overwritten(tmp_path):
     assert target.read_text() == "my notes\n"
 
 
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize(
+    "content", ["my notes\n", "my notes", '["index"]\n', '{"a": 1}', "\ufffe\n"]
+)
+def test_a_restart_does_not_overwrite_a_foreign_file(tmp_path, content, restart):
+    source, target = write_input(tmp_path / "in.jsonl", 2), tmp_path / "notes.txt"
+    target.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 1,? was not .*Choose another output file"):
+        run(source, target, engine()[0], restart=restart)
+    assert target.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize("content", [b"", b'{"ind', b'{"index": 0, "id": "q', b"\0\0\0", b'{"in\0'])
+@pytest.mark.parametrize("restart", [True, False])
+def test_what_a_crash_left_of_the_first_record_is_replaced(tmp_path, content, restart):
+    source, target = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    target.write_bytes(content)
+    assert len(run(source, target, engine()[0], restart=restart)) == len(read(target)) == 2
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"index": 3'])
+def test_a_restart_that_fails_before_its_first_result_keeps_the_old_ones(tmp_path, torn):
+    source, target = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    target.write_bytes(target.read_bytes() + torn)
+    before = target.read_bytes()
+    with pytest.raises(RuntimeError, match="no model"), ResultFile(target, restart=True):
+        raise RuntimeError("no model")
+    assert target.read_bytes() == before
+    with pytest.raises(GenerationError):
+        run(source, target, engine(fail_at=0)[0], restart=True)
+    assert target.read_bytes() == before
+    assert len(run(source, target, engine()[0], restart=True)) == len(read(target)) == 3
+
+
+def test_a_restart_with_an_empty_input_leaves_no_results(tmp_path):
+    source, target = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, target, engine()[0])
+    source.write_text("\n")
+    assert run(source, target, engine()[0], restart=True) == []
+    assert target.read_bytes() == b""
+
+
+def save_model(folder: Path, seed: int, *, record: str | None = None) -> Path:
+    params = random_params(CONFIG, seed, dtype=np.float32)
+    checkpoint.save(folder, CONFIG, params, force=True)
+    if record is not None:
+        (folder / "conversion.json").write_text(record)
+    return folder
+
+
+@pytest.mark.parametrize("records", [(None, None), ("{}", "{ }")])
+def test_replaced_weights_are_another_model(tmp_path, records):
+    folder = save_model(tmp_path / "m", 0, record=records[0])
+    before = model_identity(folder)
+    assert model_identity(folder) == before
+    save_model(folder, 1, record=records[1])
+    after = model_identity(folder)
+    assert after["weights"] != before["weights"]
+    assert {**after, "weights": None} == {**before, "weights": None}
+
+
+def test_a_path_spelled_otherwise_is_the_same_model(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "m", 0)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    expected = model_identity(folder, tokenizer=folder)
+    for name in ("m", "./m", "m/", "../" + tmp_path.name + "/m", "link", Path("m")):
+        assert model_identity(name, tokenizer=name) == expected
+
+
+def test_the_dtype_is_that_which_is_computed_in(tmp_path):
+    folder = save_model(tmp_path / "m", 0)
+    resolved = resolve_dtype("auto")
+    assert model_identity(folder) == model_identity(folder, dtype=resolved)
+    for other in {"float32", "bfloat16"} - {resolved}:
+        assert model_identity(folder) != model_identity(folder, dtype=other)
+    assert model_identity(folder) != model_identity(folder, block_length=2)
+
+
 def test_two_runs_cannot_write_to_one_file(tmp_path):
     with ResultFile(tmp_path / "out.jsonl"):
         with (
@@ -225,6 +311,36 @@ def test_all_faulty_lines_are_reported_together(tmp_path):
     for number in (2, 4, 5, 6, 7, 8, 9, 10, 11):
         assert f"line {number}:" in message
     assert "line 1:" not in message
+
+
+def test_lone_surrogates_are_reported_with_their_lines(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        textwrap.dedent(r"""
+        {"prompt": "x\ud800"}
+        {"prompt": "x", "id": "\udfff"}
+        {"prompt": "x", "sampling_params": {"stop": ["\ud83d"]}}
+        {"prompt": "\ud83d\ude00", "id": "\ud83d\ude00"}
+        """)
+    )
+    with pytest.raises(ConfigError, match="3 faulty lines") as caught:
+        read_items(source, PARAMS)
+    message = str(caught.value)
+    assert (
+        r"line 2: prompt is not valid Unicode: character 1 is the lone surrogate '\ud800'"
+        in message
+    )
+    assert "line 3: id is not valid Unicode" in message
+    assert "line 4: sampling_params is not valid Unicode" in message
+    message.encode()
+
+
+@pytest.mark.parametrize("prompt", ["x\ud800", {"prompt": "\udfff"}])
+def test_a_prompt_with_a_lone_surrogate_is_refused(prompt):
+    tokenizer = Tokenizer.from_folder(TOKENIZER)
+    with pytest.raises(ConfigError, match="prompt is not valid Unicode"):
+        read_prompt(prompt, tokenizer, add_special_tokens=True)
+    assert read_prompt("\U0001f600", tokenizer, add_special_tokens=True)[1]
 
 
 def test_prompts_that_do_not_fit_the_model_are_reported_before_anything_runs(tmp_path):

@@ -65,6 +65,13 @@ def test_load_in_another_dtype(tiny_config, tiny_params, tmp_path):
     assert_same(narrow, jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_params))
 
 
+@pytest.mark.parametrize("dtype", ["int8", jnp.uint8, "bool", "complex64", "bf17"])
+def test_load_in_a_dtype_that_cannot_hold_parameters(tiny_config, tiny_params, tmp_path, dtype):
+    save(tmp_path / "x", tiny_config, tiny_params)
+    with pytest.raises(ConfigError, match="^dtype=.*floating"):
+        load_params(tmp_path / "x", dtype=dtype)
+
+
 def test_names_sort_by_layer_number(tiny_config):
     config = dataclasses.replace(tiny_config, num_layers=11)
     names = [n for n in dotted_leaves(abstract_params(config)) if n.endswith("q_proj.kernel")]
@@ -230,6 +237,25 @@ def test_save_needs_force(tiny_config, tiny_params, tmp_path):
     changed = jax.tree.map(lambda x: x + 1, tiny_params)
     save(tmp_path / "x", tiny_config, changed, force=True)
     assert_same(load_params(tmp_path / "x"), changed)
+
+
+def test_target_below_a_file(tiny_config, tiny_params, tmp_path):
+    (tmp_path / "file").write_text("years")
+    with pytest.raises(CheckpointError, match="file/x cannot be made: .*file is not a folder"):
+        save(tmp_path / "file" / "x", tiny_config, tiny_params)
+    writer = CheckpointWriter(tmp_path / "later" / "x", tiny_config)
+    (tmp_path / "later").write_text("years")
+    with pytest.raises(CheckpointError, match="later/x cannot be used"):
+        writer.__enter__()
+
+
+@pytest.mark.parametrize("name", ["config.json", "params/index.json"])
+def test_endless_nesting(tiny_config, tiny_params, tmp_path, name):
+    save(tmp_path / "x", tiny_config, tiny_params)
+    (tmp_path / "x" / name).write_text("[" * 200_000)
+    for load in (load_params, load_config):
+        with pytest.raises((CheckpointError, ConfigError), match="config.json|index.json"):
+            load(tmp_path / "x")
 
 
 def test_reserved_names(tiny_config, tmp_path):

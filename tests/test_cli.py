@@ -185,3 +185,48 @@ def test_a_file_of_prompts(model, tmp_path, capsys):
     assert (
         main(["generate", "--model", model, "--input", str(source), "--output", str(source)]) == 2
     )
+
+
+def test_a_restart_without_a_model_keeps_the_results(model, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "One"}\n')
+    arguments = ["--input", str(source), "--output", str(target), *COMMON]
+    assert main(["generate", "--model", model, *arguments]) == 0
+    before = target.read_bytes()
+    assert before
+    assert main(["generate", "--model", "/none/such", *arguments, "--restart"]) in (1, 2)
+    assert "/none/such" in capsys.readouterr().err
+    assert target.read_bytes() == before
+    thesis = tmp_path / "thesis.md"
+    thesis.write_text("# Thesis\n")
+    arguments = ["--input", str(source), "--output", str(thesis), *COMMON, "--restart"]
+    assert main(["generate", "--model", model, *arguments]) == 2
+    assert "thesis.md is not replaced" in capsys.readouterr().err
+    assert thesis.read_text() == "# Thesis\n"
+
+
+def test_a_batch_goes_on_with_the_same_model_only(model, tmp_path, capsys, monkeypatch):
+    import jax.numpy as jnp
+
+    from herald_jax import checkpoint
+    from herald_jax.models import random_params
+
+    folder = tmp_path / "m"
+    shutil.copytree(model, folder)
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"prompt": "One"}\n')
+    arguments = ["--input", "in.jsonl", "--output", "out.jsonl", *COMMON]
+    assert main(["generate", "--model", "m", *arguments]) == 0
+    assert main(["generate", "--model", "./m", *arguments, "--dtype", "float32"]) == 0
+    assert "0 prompts done, 1 were there" in capsys.readouterr().err
+    config = ModelConfig.load(folder)
+    checkpoint.save(folder, config, random_params(config, 1, dtype=jnp.float32), force=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    assert main(["generate", "--model", "m", *arguments]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_unicode_is_a_usage_error(model, capsys):
+    assert main(["generate", "--model", model, "--prompt", "x\udcff", *COMMON]) == 2
+    assert "not valid Unicode" in capsys.readouterr().err

@@ -99,3 +99,12 @@ def test_missing_fields_are_all_named(tiny_config: ModelConfig) -> None:
 def test_a_vocabulary_without_an_id_to_emit_is_refused(tiny_config: ModelConfig) -> None:
     with pytest.raises(ConfigError, match="tokenizer_vocab_size|mask_token_id"):
         dataclasses.replace(tiny_config, mask_token_id=0, tokenizer_vocab_size=1, stop_token_ids=())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("qk_norm", "no"), ("tie_word_embeddings", 1), ("tokenizer_vocab_size", 40.5)],
+)
+def test_a_value_of_the_wrong_type_is_refused(tiny_config, field, value):
+    with pytest.raises(ConfigError, match=field):
+        dataclasses.replace(tiny_config, **{field: value})

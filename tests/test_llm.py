@@ -506,3 +506,20 @@ def test_warmup_compiles_ahead_and_waits_for_its_turn():
     stream.close()
     llm.warmup()
     assert runner.compile_seconds == 1.0
+
+
+def test_weights_are_copied_and_checked(tiny_config, tiny_params):
+    """A trainer may overwrite or donate its parameters, and may not pass wrong ones unnoticed."""
+    own = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tiny_params)
+    llm = LLM.from_params(tiny_config, own, max_model_len=64, max_num_seqs=1)
+    params = SamplingParams(max_tokens=8)
+    before = llm.generate([[5, 7, 9]], params)[0].outputs[0].token_ids
+    llm.update_params(own)
+    for leaf in jax.tree.leaves(own):
+        leaf *= 0
+    assert llm.generate([[5, 7, 9]], params)[0].outputs[0].token_ids == before
+    wrong = {**tiny_params, "norm": {"scale": tiny_params["norm"]["scale"][:1]}}
+    with pytest.raises(ConfigError, match=r"\['norm'\]\['scale'\]: expected"):
+        LLM.from_params(tiny_config, wrong, max_model_len=64)
+    with pytest.raises(ConfigError, match=r"\['norm'\]\['scale'\]: expected"):
+        llm.update_params({name: leaf for name, leaf in tiny_params.items() if name != "norm"})

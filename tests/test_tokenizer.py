@@ -121,3 +121,76 @@ def test_template_helpers_and_faults(tmp_path):
         render("{% if %}")
     with pytest.raises(ConfigError, match=r"messages\[0\]"):
         tokenizer.apply_chat_template([{"content": "x"}], chat_template="x")
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ([], "tokenizer_config.json"),
+        ({"added_tokens_decoder": {"abc": {"content": "<m>"}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"256": "<m>"}}, r"added_tokens_decoder\[256\]"),
+        ({"added_tokens_decoder": {"256": {"special": True}}}, r"added_tokens_decoder\[256\]"),
+        (
+            {"added_tokens_decoder": {"256": {"content": "<m>", "lstrip": "no"}}},
+            r"added_tokens_decoder\[256\]\.lstrip",
+        ),
+        ({"eos_token": 5}, "eos_token"),
+        ({"eos_token": {"content": 5}}, "eos_token"),
+        ({"eos_token": "\ud800"}, "eos_token"),
+        ({"additional_special_tokens": "<m>"}, "additional_special_tokens"),
+        ({"additional_special_tokens": [5]}, r"additional_special_tokens\[0\]"),
+        ({"chat_template": 5}, "chat_template"),
+        ({"chat_template": [{"template": "x"}]}, r"chat_template\[0\]"),
+        ({"chat_template": ["x"]}, r"chat_template\[0\]"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, r"chat_template\[0\]"),
+    ],
+)
+def test_unusable_fields_are_named(tmp_path, config, field):
+    write(tmp_path, backend(), config)
+    with pytest.raises(ConfigError, match=f"^{field}="):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_endless_nesting(tmp_path, name):
+    write(tmp_path, backend())
+    (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_template_file_that_is_no_text(tmp_path):
+    write(tmp_path, backend())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ absent.field }}",
+        "{{ absent() }}",
+        "{{ messages[0].content + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ range(10 ** 9) }}",
+    ],
+)
+def test_templates_that_fail(template):
+    tokenizer = Tokenizer(backend(), chat_template=template)
+    with pytest.raises(ConfigError, match="^The chat template (refuses|fails on) the messages: "):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("template", ["", " \n"])
+def test_an_unusable_template_of_the_caller_is_not_ignored(template):
+    turns = [{"role": "user", "content": "x"}]
+    tokenizer = Tokenizer(backend(), {"chat_template": "config"})
+    with pytest.raises(ConfigError, match="^chat_template="):
+        tokenizer.apply_chat_template(turns, chat_template=template)
+    tokenizer = Tokenizer(backend(), {"chat_template": "config"}, template)
+    with pytest.raises(ConfigError, match="^chat_template="):
+        tokenizer.apply_chat_template(turns)

@@ -187,11 +187,9 @@ def _print_stats(stats: RequestStats) -> None:
 def _run_file(
     options: argparse.Namespace, params: SamplingParams, model_options: dict[str, Any]
 ) -> int:
-    import dataclasses
-
     from tqdm import tqdm
 
-    from herald_jax.batch_file import ResultFile, read_items, run_file
+    from herald_jax.batch_file import ResultFile, model_identity, read_items, run_file
     from herald_jax.llm import LLM
 
     items = read_items(options.input, params)
@@ -200,12 +198,9 @@ def _run_file(
     show = sys.stderr.isatty() if options.progress is None else options.progress
     with ResultFile(options.output, restart=options.restart) as results:
         llm = LLM(options.model, **model_options)
-        identity = {
-            "model": options.model,
-            "dtype": model_options.get("dtype", "auto"),
-            "tokenizer": model_options.get("tokenizer"),
-            "config": dataclasses.asdict(llm.config),
-        }
+        named = ("dtype", "tokenizer", "mask_token_id", "block_length")
+        given = {name: model_options[name] for name in named if name in model_options}
+        identity = model_identity(options.model, **given)
         old, tokens = len(results.records), 0
         records = run_file(llm, items, results, identity)
         with tqdm(total=len(items), initial=old, unit="prompt", disable=not show) as bar:

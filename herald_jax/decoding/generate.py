@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +19,13 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from herald_jax._checks import require
+from herald_jax._checks import require, require_int
 from herald_jax.cache.dense import DenseCache
 from herald_jax.cache.layout import round_up
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.options import decoding_options, proposal_spec, stop_ids
 from herald_jax.decoding.steps import BlockState, decode_block, prefill_chunk
-from herald_jax.models.decoder import Decoder, Params, bind
+from herald_jax.models.decoder import Decoder, Params, bind, check_params
 from herald_jax.sampling import SamplingParams
 
 FINISH_LENGTH, FINISH_STOP = 0, 1
@@ -77,9 +78,24 @@ class _Progress(NamedTuple):
 
 
 def pad_prompts(
-    prompts: Sequence[Sequence[int]], multiple: int = 1
+    prompts: Sequence[Any], multiple: int = 1
 ) -> tuple[Int[np.ndarray, "R P"], Int[np.ndarray, " R"]]:
-    """Right-padded prompts and their lengths, P rounded up to a multiple (a shape bucket)."""
+    """Right-padded prompts and their lengths, P rounded up to a multiple (a shape bucket).
+
+    Args:
+        prompts: Sequences of ids.
+        multiple: Width of the bucket.
+
+    Raises:
+        ConfigError: If a prompt is not made of ids, or `multiple` is below 1.
+    """
+    require_int("multiple", multiple, 1)
+    for row, prompt in enumerate(prompts):
+        allowed = "a sequence of ids, integers in 0..2^31-1"
+        require(not isinstance(prompt, str), f"prompts[{row}]", prompt, allowed)
+        for token_id in prompt:
+            is_id = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            require(is_id and 0 <= int(token_id) < 2**31, f"prompts[{row}]", token_id, allowed)
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     width = max(round_up(int(lengths.max(initial=1)), multiple), 1)
     padded = np.zeros((len(prompts), width), np.int32)
@@ -112,10 +128,11 @@ def generate(
             repeat a prompt for several samples, pass `seeds`, and search strings afterwards.
 
     Raises:
-        ConfigError: If a shape, dtype, id or option is not allowed.
+        ConfigError: If a parameter, shape, dtype, id, length or option is not allowed.
     """
     _check_sampling(model, sampling)
-    _check_batch(prompts, prompt_lengths, seeds, model)
+    _check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
+    check_params(model, params)
     return generate_program(params, prompts, prompt_lengths, seeds, model=model, sampling=sampling)
 
 
@@ -132,7 +149,9 @@ def _check_sampling(model: ModelConfig, sampling: SamplingParams) -> None:
     )
 
 
-def _check_batch(prompts: Any, lengths: Any, seeds: Any, model: ModelConfig) -> None:
+def _check_batch(
+    prompts: Any, lengths: Any, seeds: Any, model: ModelConfig, max_tokens: int
+) -> None:
     shape = jnp.shape(prompts)
     require(len(shape) == 2 and min(shape) > 0, "prompts.shape", shape, "[R, P], both positive")
     for name, array in (("prompt_lengths", lengths), ("seeds", seeds)):
@@ -145,6 +164,14 @@ def _check_batch(prompts: Any, lengths: Any, seeds: Any, model: ModelConfig) -> 
     lengths = np.asarray(lengths)
     is_length = (lengths >= 0) & (lengths <= shape[1])
     require(bool(is_length.all()), "prompt_lengths", lengths.tolist(), f"in 0..{shape[1]}")
+    longest = model.max_position_embeddings
+    total = int(lengths.max()) + max_tokens
+    require(
+        total <= longest,
+        "prompt tokens + max_tokens",
+        total,
+        f"at most {longest}, the checkpoint's max_position_embeddings",
+    )
     ids = np.asarray(prompts)
     is_id = (ids >= 0) & (ids < model.vocab_size)
     if not is_id.all():

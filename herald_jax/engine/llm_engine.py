@@ -30,7 +30,13 @@ from herald_jax.engine.request import Request, RowProgress
 from herald_jax.engine.sample import Sample
 from herald_jax.engine.scheduler import Scheduler
 from herald_jax.engine.slot_runner import CommittedBlock, RowSampling, SlotRunner
-from herald_jax.models.decoder import Params
+from herald_jax.models.decoder import (
+    Params,
+    check_params,
+    copy_params,
+    describe_params,
+    require_same_params,
+)
 
 
 class _InFlight(NamedTuple):
@@ -42,21 +48,6 @@ class _InFlight(NamedTuple):
 
 class EngineStepError(RuntimeError):
     """Raised for requests that were on the device when a step failed; the cause is chained."""
-
-
-def params_difference(old: Params, new: Params) -> list[str]:
-    """What keeps `new` from taking the place of `old`: missing, unexpected or other leaves."""
-
-    def describe(tree: Params) -> dict[str, tuple]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(p): (leaf.shape, str(leaf.dtype)) for p, leaf in leaves}
-
-    was, wanted = describe(old), describe(new)
-    return [
-        f"{name}: expected {was.get(name, 'nothing')}, got {wanted.get(name, 'nothing')}"
-        for name in sorted(was.keys() | wanted.keys())
-        if was.get(name) != wanted.get(name)
-    ]
 
 
 class LLMEngine:
@@ -75,7 +66,8 @@ class LLMEngine:
         scheduler: The queue, rows and pages.
 
     Raises:
-        ConfigError: If a sample of `max_model_len` would not fit.
+        ConfigError: If the parameters are not the model's, or a sample of `max_model_len` would
+            not fit.
     """
 
     def __init__(
@@ -85,6 +77,7 @@ class LLMEngine:
         engine: EngineConfig | None = None,
         runner: RunnerLike | None = None,
     ) -> None:
+        check_params(config, params)
         self.config = config
         self.settings = engine or EngineConfig()
         leaves = jax.tree.leaves(params)
@@ -161,7 +154,9 @@ class LLMEngine:
         return time.perf_counter() - self._runner.compile_seconds
 
     def update_params(self, params: Params) -> None:
-        """Swaps the weights in place, without compiling anything.
+        """Swaps the weights in place; no program is compiled again.
+
+        The new ones are copied, so the caller may donate or overwrite theirs.
 
         Raises:
             ConfigError: If requests are running, or the new ones differ in structure, shape or
@@ -174,11 +169,9 @@ class LLMEngine:
                 "update_params needs an idle engine: the keys and values of running requests "
                 "belong to the old parameters. Wait for them or abort them first."
             )
-        faults = params_difference(self._params, params)
-        if faults:
-            raise ConfigError("params do not fit the model:\n  " + "\n  ".join(faults))
+        require_same_params(describe_params(self._params), describe_params(params))
         self._params = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding), params, self._params
+            lambda new, old: jax.device_put(new, old.sharding), copy_params(params), self._params
         )
         self._runner.params = self._params
         self._params_version += 1

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from herald_jax._checks import ConfigError
 from herald_jax.configs import ModelConfig
 from herald_jax.models.attention import Attend, Attention, FreshKV
 from herald_jax.models.layers import RMSNorm, SwiGLU, linear
@@ -119,6 +121,59 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Params:
     Routers are fp32 whatever `dtype` is.
     """
     return nnx.to_pure_dict(abstract_state(config, dtype))
+
+
+def describe_params(params: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every leaf, by its place in the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path): (tuple(jnp.shape(leaf)), jnp.result_type(leaf).name)
+        for path, leaf in leaves
+    }
+
+
+@functools.lru_cache(maxsize=32)
+def _described(config: ModelConfig, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    return describe_params(abstract_params(config, dtype))
+
+
+def check_params(config: ModelConfig, params: Params) -> None:
+    """Checks that `params` are those of the model, all in one dtype but for the fp32 routers.
+
+    Raises:
+        ConfigError: With every missing, unexpected or other leaf.
+    """
+    found = describe_params(params)
+    embedding = found.get("['embed_tokens']['embedding']")
+    expected = _described(config, "float32" if embedding is None else embedding[1])
+    require_same_params(expected, found)
+
+
+def require_same_params(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Checks that two descriptions of `describe_params` agree.
+
+    Raises:
+        ConfigError: With every missing, unexpected or other leaf.
+    """
+    faults = [
+        f"{name}: expected {expected.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if faults:
+        raise ConfigError("params do not fit the model:\n  " + "\n  ".join(faults))
+
+
+def copy_params(params: Params) -> Params:
+    """Parameters that share no memory with these, which may be numpy or JAX arrays."""
+
+    def copy(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu":
+            return jnp.array(leaf, copy=True)
+        # On a CPU a device_put may alias what it is given, so the copy is made before it.
+        return jax.device_put(np.array(leaf, copy=True))
+
+    return jax.tree.map(copy, params)
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:

@@ -101,6 +101,71 @@ def test_force_removes_only_checkpoints(make_source, tmp_path):
     assert (tmp_path / "dst" / "thesis.tex").read_text() == "years"
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_target_that_appears_during_the_write(make_source, tmp_path, monkeypatch, force):
+    """What was not there at the start is not removed at the end."""
+    source = make_source().write()
+    original = CheckpointWriter.seal
+
+    def seal(self):
+        (tmp_path / "dst").mkdir()
+        (tmp_path / "dst" / "precious.txt").write_text("years")
+        return original(self)
+
+    monkeypatch.setattr(CheckpointWriter, "seal", seal)
+    with pytest.raises(ConversionError, match="not replaced") as caught:
+        convert(source, tmp_path / "dst", force=force)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert snapshot(tmp_path / "dst") == {"precious.txt": b"years"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_target_that_appears_at_the_last_moment(make_source, tmp_path, monkeypatch, is_folder):
+    """After the last look at the target, the rename itself refuses to replace anything."""
+    source, target = make_source().write(), tmp_path / "dst"
+    original = os.replace
+
+    def replace(src, dst):
+        if str(dst) == str(target):
+            if is_folder:
+                target.mkdir()
+            (target / "precious.txt" if is_folder else target).write_text("years")
+        original(src, dst)
+
+    monkeypatch.setattr("herald_jax.checkpoint.os.replace", replace)
+    with pytest.raises(ConversionError, match="not replaced"):
+        convert(source, target)
+    assert (target / "precious.txt" if is_folder else target).read_text() == "years"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_checkpoint_that_appears_during_the_write(make_source, tmp_path, monkeypatch):
+    """Another conversion was faster: without force its result stays."""
+    source = make_source().write()
+    convert(source, tmp_path / "other")
+    before = snapshot(tmp_path / "other")
+    original = CheckpointWriter.seal
+
+    def seal(self):
+        (tmp_path / "other").rename(tmp_path / "dst")
+        return original(self)
+
+    monkeypatch.setattr(CheckpointWriter, "seal", seal)
+    with pytest.raises(ConversionError, match="already holds a checkpoint"):
+        convert(source, tmp_path / "dst")
+    assert snapshot(tmp_path / "dst") == before
+
+
+@pytest.mark.parametrize("where", ["file/dst", "file/deep/dst"])
+def test_target_below_a_file(make_source, tmp_path, where):
+    source = make_source().write()
+    (tmp_path / "file").write_text("years")
+    with pytest.raises(ConversionError, match="file is not a folder") as caught:
+        convert(source, tmp_path / where)
+    assert caught.value.faults[0].where == str(tmp_path / where)
+
+
 def test_empty_folder_is_a_free_target(make_source, tmp_path):
     (tmp_path / "dst").mkdir()
     convert(make_source().write(), tmp_path / "dst")

@@ -371,6 +371,59 @@ def test_broken_json(make_source, tmp_path, name):
     assert any(fault.where == name for fault in faults)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_endless_nesting(make_source, tmp_path, name):
+    source = make_source()
+    (source.write() / name).write_text("[" * 200_000)
+    faults = faults_of(source.folder, tmp_path)
+    assert any(fault.where == name for fault in faults)
+
+
+def test_endless_nesting_in_a_header(make_source, tmp_path):
+    source = make_source()
+    content = (200_000).to_bytes(8, "little") + b"[" * 200_000
+    (source.write() / "model.safetensors").write_bytes(content)
+    only(faults_of(source.folder, tmp_path), "header")
+
+
+@pytest.mark.parametrize("count", [3, 10_000_000])
+def test_more_layers_than_the_tensors_are_of(make_source, tmp_path, monkeypatch, count):
+    """One fault, before anything is done for each of the layers."""
+    import convert.plan as module
+
+    original, most = module.abstract_params, 2
+
+    def abstract_params(config):
+        assert config.num_layers <= most
+        return original(config)
+
+    monkeypatch.setattr(module, "abstract_params", abstract_params)
+    source = make_source()
+    source.config["num_hidden_layers"] = count
+    fault = only(faults_of(source, tmp_path), "config")
+    assert fault.where == "config.json: num_hidden_layers"
+    assert fault.expected.startswith("2 ") and fault.found == str(count)
+    # A key may name any layer, and there may be no keys at all.
+    source.tensors["model.layers.99999999.mlp.up_proj.weight"] = np.ones(3, np.float32)
+    most = 3
+    source.config["num_hidden_layers"] = 10_000_000
+    wheres = [fault.where for fault in faults_of(source, tmp_path)]
+    assert "config.json: num_hidden_layers" in wheres
+    most = 1
+    (source.folder / "model.safetensors").unlink()
+    faults = faults_of(source.folder, tmp_path)
+    assert sorted(fault.kind for fault in faults) == ["config", "missing"]
+
+
+def test_more_experts_than_there_are_tensors(make_source, tmp_path):
+    changes = {"num_experts": 10_000_000, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    source = make_source(architectures=["SDARMoeForCausalLM"], norm_topk_prob=True, **changes)
+    fault = only(faults_of(source, tmp_path), "config")
+    assert fault.where == "config.json: num_experts"
+
+
 def test_long_reports_are_cut_but_complete_in_the_attribute():
     faults = [Fault("missing", f"k{i}", "a tensor", "none", "Fetch it.") for i in range(300)]
     error = ConversionError(faults, "src")

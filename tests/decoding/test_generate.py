@@ -348,3 +348,14 @@ def test_pad_prompts_rounds_the_width_up() -> None:
     assert padded.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6] + [0] * 7, [0] * 8]
     assert lengths.tolist() == [5, 1, 0]
     assert pad_prompts([[]])[0].shape == (1, 1)
+
+
+@pytest.mark.parametrize("prompts", [[[1.5, 2]], ["12"], [[True]], [[2**40]], [[-1]]])
+def test_padding_refuses_what_is_no_id(prompts):
+    with pytest.raises(ConfigError, match=r"prompts\[0\]"):
+        pad_prompts(prompts)
+
+
+def test_padding_needs_a_width():
+    with pytest.raises(ConfigError, match="multiple=0"):
+        pad_prompts([[1]], multiple=0)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from herald_jax import LLM
@@ -17,6 +16,7 @@ from herald_jax.engine.llm_engine import LLMEngine
 from herald_jax.engine.plan import StepPlan
 from herald_jax.engine.request import RowBlock
 from herald_jax.engine.slot_runner import CommittedBlock, RowSampling
+from herald_jax.models import random_params
 from herald_jax.sampling import SamplingParams
 from herald_jax.tokenizer import Tokenizer
 
@@ -171,5 +171,5 @@ def scripted_llm(
         run_ahead=run_ahead,
         share_prefixes=False,  # a script sees the prompts that are prefilled
     )
-    params = {"embed_tokens": {"embedding": jnp.zeros((1, 1))}}
+    params = random_params(config)
     return LLM.from_engine(LLMEngine(config, params, settings, runner), tokenizer), runner
