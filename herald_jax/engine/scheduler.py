@@ -216,16 +216,6 @@ class Scheduler:
             self.counts.aborted += 1
         return samples
 
-    def abort_all(self) -> tuple[Sample, ...]:
-        """The samples that this call ended: all there were. Shared prefixes are forgotten.
-
-        For shutdown, and for a step that failed: what its plan should have written is not
-        there, so no page can be trusted.
-        """
-        samples = [sample for name in list(self._live) for sample in self.abort(name)]
-        self._pool.clear()
-        return tuple(samples)
-
     def set_prefix_root(self, root: bytes) -> None:
         """Forgets shared prefixes, as new parameters require; call it with no plan undispatched.
 

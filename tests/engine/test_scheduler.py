@@ -284,19 +284,6 @@ def test_a_preempted_sample_can_be_aborted() -> None:
     assert simulation.pool.available == simulation.pool.num_pages
 
 
-def test_after_a_failed_step_all_are_aborted_and_no_page_is_trusted() -> None:
-    simulation = Simulation(max_rows=2)
-    job = Job(prompt=prompt(20), max_tokens=20)
-    samples = [simulation.add(str(at), job)[0] for at in range(4)]
-    simulation.tick()
-    assert set(simulation.scheduler.abort_all()) == set(samples)
-    assert all(sample.progress.finish_reason == "abort" for sample in samples)
-    simulation.drain()
-    (again,) = simulation.add("again", job)
-    simulation.drain()
-    assert again.reused_tokens == 0
-
-
 # Aborts while copies are under way.
 
 
