@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from herald_jax import checkpoint
 from herald_jax._checks import ConfigError
 from herald_jax.configs import ModelConfig
@@ -21,6 +19,7 @@ from herald_jax.engine.llm_engine import LLMEngine
 from herald_jax.engine.stats import EngineStats
 from herald_jax.engine.stream import RequestStream
 from herald_jax.model_source import find_checkpoint, resolve_dtype
+from herald_jax.models import check_params, copy_params
 from herald_jax.outputs import StreamEvent
 from herald_jax.prompts import Prompt
 from herald_jax.sampling import SamplingParams
@@ -105,9 +104,10 @@ class AsyncLLM:
         tokenizer: Tokenizer | None = None,
         engine: EngineConfig | None = None,
     ) -> Self:
-        """An engine over parameters that are in memory already."""
+        """An engine over parameters that are in memory already; they are copied."""
         enable_compile_cache()
-        return cls(LLMEngine(config, jax.device_put(dict(params)), engine), tokenizer)
+        check_params(config, dict(params))
+        return cls(LLMEngine(config, copy_params(dict(params)), engine), tokenizer)
 
     @property
     def config(self) -> ModelConfig:

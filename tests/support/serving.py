@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import jax.numpy as jnp
 from scripted import ScriptedRow, ScriptedRunner
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -20,6 +19,7 @@ from herald_jax import ModelConfig
 from herald_jax.engine.async_llm import AsyncLLM
 from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.llm_engine import LLMEngine
+from herald_jax.models import random_params
 from herald_jax.server.limits import ServerLimits
 from herald_jax.server.run import make_server
 from herald_jax.server.service import Service
@@ -101,8 +101,7 @@ def scripted_async(
         max_num_seqs=4, max_model_len=512, max_waiting=64, max_prefill_tokens=64
     )
     settings |= {"share_prefixes": False, **(engine or {})}  # a script sees what is prefilled
-    params = {"embed_tokens": {"embedding": jnp.zeros((1, 1))}}
-    made = LLMEngine(CONFIG, params, EngineConfig(**settings), runner)
+    made = LLMEngine(CONFIG, random_params(CONFIG), EngineConfig(**settings), runner)
     return AsyncLLM(made, tokenizer), runner
 
 
