@@ -32,6 +32,8 @@ STATIC = SamplingParams(**STEADY)
 def stub_generate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`generate` over a table; returns tokens, finish reason and the whole output of each row."""
     monkeypatch.setattr("herald_jax.decoding.generate.bind", stub_bind)
+    # A table is no parameter of the model, and is what the stub reads.
+    monkeypatch.setattr("herald_jax.decoding.generate.check_params", lambda model, params: None)
 
     def call(table: np.ndarray, sampling: SamplingParams, prompts: Any = ((),), config: Any = STUB):
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
