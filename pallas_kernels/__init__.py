@@ -4,6 +4,20 @@ Each operation has a plain-JAX form in `reference`, which defines its meaning an
 every backend.
 """
 
-from pallas_kernels.reference import block_attention, paged_attention, prefill_attention
+from pallas_kernels.reference import (
+    PagedSegment,
+    Segment,
+    block_attention,
+    paged_attention,
+    prefill_attention,
+    segment_attention,
+)
 
-__all__ = ["block_attention", "paged_attention", "prefill_attention"]
+__all__ = [
+    "PagedSegment",
+    "Segment",
+    "block_attention",
+    "paged_attention",
+    "prefill_attention",
+    "segment_attention",
+]

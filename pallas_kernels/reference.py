@@ -9,6 +9,9 @@ storage dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -117,6 +120,98 @@ def prefill_attention(
     return _ungroup(out / total[..., None], q.dtype)
 
 
+class Segment(NamedTuple):
+    """Keys that slots read from rows of a pool: slot m sees the first `lengths[m]` entries of
+    row `rows[m]`."""
+
+    k: Float[Array, "N K S D"]
+    v: Float[Array, "N K S D"]
+    rows: Int[Array, " M"]
+    lengths: Int[Array, " M"]
+
+
+class PagedSegment(NamedTuple):
+    """Keys that slots read through page tables: slot m sees the first `lengths[m]` tokens."""
+
+    k: Float[Array, "N K page D"]
+    v: Float[Array, "N K page D"]
+    tables: Int[Array, "M W"]
+    lengths: Int[Array, " M"]
+
+
+def _visit_tiles(carry: tuple, lengths: Int[Array, " M"], tile: int, visit: Callable) -> tuple:
+    """Adds tiles of keys up to the longest slot to a running softmax.
+
+    `visit` gives a tile's scores, values and the first key's number among the segment's; keys
+    before `index * tile` were seen in an earlier tile. A tile that a slot does not reach leaves
+    its result bit for bit as it was, so a slot's result does not depend on its neighbours.
+    """
+
+    def body(index: jax.Array, carry: tuple) -> tuple:
+        scores, v, start = visit(index)
+        position = start + jnp.arange(tile)
+        is_visible = (position >= index * tile) & (position < lengths[:, None])
+        scores = jnp.where(is_visible[:, None, None, None, :], scores, -jnp.inf)
+        # Weight 0 is not enough: what another request left behind may be inf or NaN.
+        return _online_update(carry, scores, jnp.where(is_visible[:, None, :, None], v, 0))
+
+    return lax.fori_loop(0, (lengths.max() + tile - 1) // tile, body, carry)
+
+
+def _visit_paged(carry: tuple, queries: Float[Array, "M K G B D"], segment: PagedSegment) -> tuple:
+    slots, width = segment.tables.shape
+    _, kv_heads, page_tokens, dim = segment.k.shape
+    pages = min(max(PREFIX_TILE // page_tokens, 1), width)
+    tile = pages * page_tokens
+    # Whole tiles only: the table is filled up with its last page, whose tokens are then masked.
+    tables = jnp.pad(segment.tables, ((0, 0), (0, -width % pages)), mode="edge")
+
+    def visit(index: jax.Array) -> tuple:
+        ids = lax.dynamic_slice(tables, (0, index * pages), (slots, pages))
+
+        def gather(pool: jax.Array) -> jax.Array:
+            picked = pool[ids].transpose(0, 2, 1, 3, 4)
+            return picked.reshape(slots, kv_heads, tile, dim)
+
+        return _scores(queries, gather(segment.k)), gather(segment.v), index * tile
+
+    return _visit_tiles(carry, segment.lengths, tile, visit)
+
+
+def _visit_rows(carry: tuple, queries: Float[Array, "M K G B D"], segment: Segment) -> tuple:
+    capacity = segment.k.shape[2]
+    tile = min(PREFIX_TILE, capacity)
+
+    def visit(index: jax.Array) -> tuple:
+        # The last tile is moved back to stay inside the pool; what it repeats is masked.
+        start = jnp.minimum(index * tile, capacity - tile)
+
+        def gather(pool: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(pool, start, tile, axis=2)[segment.rows]
+
+        return _scores(queries, gather(segment.k)), gather(segment.v), start
+
+    return _visit_tiles(carry, segment.lengths, tile, visit)
+
+
+def segment_attention(
+    q: Float[Array, "M B H D"], segments: Sequence[Segment | PagedSegment]
+) -> Float[Array, "M B H D"]:
+    """Attention of one block a slot over the keys of several segments, under one softmax.
+
+    Segments may lie in different pools: pages of the full cache, selected rows, recent blocks,
+    the block itself, another slot's fresh keys. A slot that sees no key gives zeros.
+    """
+    queries = _group(q, segments[0].k.shape[1])
+    stats = queries.shape[:-1]
+    carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros(queries.shape))
+    for segment in segments:
+        visit = _visit_paged if isinstance(segment, PagedSegment) else _visit_rows
+        carry = visit(carry, queries, segment)
+    _, total, out = carry
+    return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)
+
+
 def paged_attention(
     q: Float[Array, "M B H D"],
     k_pages: Float[Array, "N K page D"],
@@ -126,35 +221,6 @@ def paged_attention(
 ) -> Float[Array, "M B H D"]:
     """Attention of one block a slot over the first `lengths[m]` tokens of its page table.
 
-    The block's own keys and values are in its pages already. Tiles of pages past the longest
-    slot are not visited; a tile that a slot does not reach leaves its result bit for bit as
-    it was, so a slot's result does not depend on how long its neighbours are. A slot of
-    length 0 gives zeros.
+    The block's own keys and values are in its pages already.
     """
-    queries = _group(q, k_pages.shape[1])
-    slots, width = tables.shape
-    _, kv_heads, page_tokens, dim = k_pages.shape
-    pages = min(max(PREFIX_TILE // page_tokens, 1), width)
-    tile = pages * page_tokens
-    stats = queries.shape[:-1]
-    carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros((*stats, dim)))
-    # Whole tiles only: the table is filled up with its last page, whose tokens are then masked.
-    padding = -width % pages
-    tables = jnp.pad(tables, ((0, 0), (0, padding)), mode="edge")
-
-    def visit(index: jax.Array, carry: tuple) -> tuple:
-        ids = lax.dynamic_slice(tables, (0, index * pages), (slots, pages))
-
-        def gather(pool: jax.Array) -> jax.Array:
-            picked = pool[ids].transpose(0, 2, 1, 3, 4)
-            return picked.reshape(slots, kv_heads, tile, dim)
-
-        is_visible = index * tile + jnp.arange(tile) < lengths[:, None]
-        scores = _scores(queries, gather(k_pages))
-        scores = jnp.where(is_visible[:, None, None, None, :], scores, -jnp.inf)
-        # Weight 0 is not enough: what another request left in a page may be inf or NaN.
-        v = jnp.where(is_visible[:, None, :, None], gather(v_pages), 0)
-        return _online_update(carry, scores, v)
-
-    _, total, out = lax.fori_loop(0, (lengths.max() + tile - 1) // tile, visit, carry)
-    return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)
+    return segment_attention(q, [PagedSegment(k_pages, v_pages, tables, lengths)])
