@@ -7,11 +7,12 @@ import threading
 import time
 
 import httpx
-import openai
 import pytest
-from openai.types import CompletionUsage
-from prometheus_client.parser import text_string_to_metric_families
 from serving import EOS, TOKENIZER, live_server, reply, wait_until
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+openai = pytest.importorskip("openai", reason="needs the extra `test`")
+parser = pytest.importorskip("prometheus_client.parser", reason="needs the extra `serve`")
 
 KEY = "a-key-of-more-than-sixteen-characters"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -75,7 +76,7 @@ def test_chat(client):
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content == reply(RENDERED)
     assert (answer.object, choice.finish_reason) == ("chat.completion", "stop")
-    assert isinstance(answer.usage, CompletionUsage)
+    assert isinstance(answer.usage, openai.types.CompletionUsage)
     parts = [{"type": "text", "text": "W"}, {"type": "text", "text": "hy?"}]
     again = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     answer = client.chat.completions.create(model="tiny", messages=again)
@@ -247,7 +248,7 @@ def metrics(http: httpx.Client) -> dict[tuple, float]:
     text = http.get("/metrics").text
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in parser.text_string_to_metric_families(text)
         for sample in family.samples
     }
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 from serving import live_server, wait_until
 
 from benchmarks import serve_load
 from benchmarks.serve_load import Case, Load, what_is_left
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 
 def test_load(monkeypatch):

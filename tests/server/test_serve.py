@@ -24,6 +24,8 @@ from herald_jax.server.limits import (
 )
 from herald_jax.settings import API_KEY_VARIABLE
 
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEY = "0123456789abcdef-and-more"
 
