@@ -34,7 +34,7 @@ from herald_jax.engine import slot_runner
 from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.llm_engine import LiveSample, LLMEngine
 from herald_jax.engine.request import Request, RowProgress
-from herald_jax.engine.slot_runner import GREEDY
+from herald_jax.engine.slot_arrays import GREEDY
 from herald_jax.models.decoder import Params, random_params
 from herald_jax.sampling import SamplingParams
 

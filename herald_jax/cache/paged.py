@@ -32,14 +32,21 @@ class PagedCache(NamedTuple):
     v: tuple[Float[Array, "N K page D"], ...]
 
     @classmethod
-    def zeros(cls, config: ModelConfig, pages: int, page_tokens: int, dtype: Any) -> Self:
-        """An empty pool of `pages` pages."""
+    def zeros(
+        cls,
+        config: ModelConfig,
+        pages: int,
+        page_tokens: int,
+        dtype: Any,
+        layers: int | None = None,
+    ) -> Self:
+        """An empty pool of `pages` pages, for the first `layers` layers or for all."""
         shape = (pages, config.num_kv_heads, page_tokens, config.head_dim)
         check_index_range("one layer's page pool", shape)
-        layers = range(config.num_layers)
+        each = range(config.num_layers if layers is None else layers)
         return cls(
-            tuple(jnp.zeros(shape, dtype) for _ in layers),
-            tuple(jnp.zeros(shape, dtype) for _ in layers),
+            tuple(jnp.zeros(shape, dtype) for _ in each),
+            tuple(jnp.zeros(shape, dtype) for _ in each),
         )
 
 

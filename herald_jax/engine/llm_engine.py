@@ -29,7 +29,8 @@ from herald_jax.engine.protocols import PendingLike, RunnerLike
 from herald_jax.engine.request import Request, RowProgress
 from herald_jax.engine.sample import Sample
 from herald_jax.engine.scheduler import Scheduler
-from herald_jax.engine.slot_runner import CommittedBlock, RowSampling, SlotRunner
+from herald_jax.engine.slot_arrays import RowSampling
+from herald_jax.engine.slot_runner import CommittedBlock, SlotRunner
 from herald_jax.models.decoder import (
     Params,
     check_params,

@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.engine.plan import StepPlan
-from herald_jax.engine.slot_runner import CommittedBlock, RowSampling
+from herald_jax.engine.slot_arrays import RowSampling
+from herald_jax.engine.slot_runner import CommittedBlock
 
 
 @runtime_checkable

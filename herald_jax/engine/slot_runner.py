@@ -20,8 +20,8 @@ from jaxtyping import Int
 
 from herald_jax.cache.paged import PagedCache
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.options import decoding_options, proposal_spec, stop_ids
-from herald_jax.decoding.propose import CONFIDENCE_SOURCES, ProposalSpec
+from herald_jax.decoding.options import decoding_options
+from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.rules import RULES
 from herald_jax.decoding.slots import (
     DecodeSlots,
@@ -34,26 +34,17 @@ from herald_jax.decoding.slots import (
 from herald_jax.decoding.steps import DecodingOptions
 from herald_jax.engine.plan import DecodeSlot, StepPlan
 from herald_jax.engine.request import RowBlock
+from herald_jax.engine.slot_arrays import (
+    FILTERED,
+    GREEDY,
+    SAMPLED,
+    STOP_ID_SLOTS,
+    RowSampling,
+    SlotArrays,
+    row_bucket,
+)
 from herald_jax.models.decoder import Params, bind
 from herald_jax.sampling import SamplingParams
-
-STOP_ID_SLOTS = 16
-"""Stop ids of a row that the device looks at; the host looks at all of them.
-
-A row with more runs on until the host has read its block, as a row with stop strings does.
-"""
-
-GREEDY = ProposalSpec(("raw",), is_sampled=False, is_filtered=False)
-SAMPLED = ProposalSpec(("raw",), is_sampled=True, is_filtered=False)
-FILTERED = ProposalSpec(CONFIDENCE_SOURCES, is_sampled=True, is_filtered=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowSampling:
-    """What decides the tokens of the sample that holds a row."""
-
-    sampling: SamplingParams
-    seed: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,14 +110,6 @@ def _step(
     return run_slots(decoder, cache, states, tables, starts, decode, prefill, options, spec)
 
 
-def row_bucket(rows: int, limit: int) -> int:
-    """Decode slots that a step with so many rows is compiled for: a power of 4, or `limit`."""
-    bucket = 1
-    while bucket < rows:
-        bucket *= 4
-    return min(bucket, limit)
-
-
 class SlotRunner:
     """The device side of the engine.
 
@@ -162,7 +145,7 @@ class SlotRunner:
         self.prefill_slots = prefill_slots
         self._pool = (num_pages, page_tokens)
         self._tables = np.zeros((max_rows, table_pages), np.int32)
-        self._no_starts = self._starts(())
+        self._arrays = SlotArrays(config, max_rows)
         self._programs: dict[tuple[int, int, ProposalSpec], Callable[..., Any]] = {}
         self.compile_seconds = 0.0
         self.reset()
@@ -174,9 +157,7 @@ class SlotRunner:
         self._cache = PagedCache.zeros(self.config, *self._pool, dtype)
         self._states = RowStates.empty(self.max_rows, self.config.block_length)
         self._device_tables = jnp.array(self._tables, copy=True)
-        self._rows: list[RowSampling | None] = [None] * self.max_rows
-        self._gathered_for: Any = None
-        self._gathered: Any = None
+        self._arrays.reset()
 
     @property
     def kv_bytes(self) -> int:
@@ -194,7 +175,7 @@ class SlotRunner:
             The device steps that the plan took, in their order; the last one decodes.
         """
         for start in plan.starts:
-            self._rows[start.row] = options[start.row]
+            self._arrays.set_row(start.row, options[start.row])
         for table in plan.tables:
             self._tables[table.row, : len(table.pages)] = table.pages
         if plan.tables:
@@ -223,9 +204,11 @@ class SlotRunner:
         limits = np.zeros(size, np.int32)
         for at, slot in enumerate(decode):
             rows[at], limits[at] = slot.row, slot.block_limit
-        options, spec, stops = self._gather_options(decode, size)
+        options, spec, stops = self._arrays.options(decode, size)
         program = self._program(size, self.prefill_slots if prefill else 0, spec)
-        starts = self._starts(plan.starts) if plan is not None and plan.starts else self._no_starts
+        starts = self._arrays.no_starts
+        if plan is not None and plan.starts:
+            starts = self._arrays.starts(plan.starts)
         self._cache, self._states, output = program(
             self.params,
             self._cache,
@@ -237,38 +220,6 @@ class SlotRunner:
             options,
         )
         return output
-
-    def _gather_options(self, decode: Sequence[DecodeSlot], size: int) -> tuple[Any, Any, Any]:
-        """Option arrays of the decode slots; kept while the same samples run."""
-        key = (size, tuple((slot.row, slot.epoch) for slot in decode))
-        if self._gathered_for != key:
-            self._gathered_for, self._gathered = key, self._gather(decode, size)
-        return self._gathered
-
-    def _gather(self, decode: Sequence[DecodeSlot], size: int) -> tuple[Any, Any, Any]:
-        rows = [row for slot in decode if (row := self._rows[slot.row]) is not None]
-        if len(rows) != len(decode):
-            raise RuntimeError("a plan decodes a row that no plan has started")
-        padding = size - len(rows)
-        sampling = [row.sampling for row in rows] + [SamplingParams()] * padding
-        seeds = [row.seed for row in rows] + [0] * padding
-        stops = np.full((size, STOP_ID_SLOTS), -1, np.int32)
-        for at, row in enumerate(rows):
-            ids = stop_ids(row.sampling, self.config)[:STOP_ID_SLOTS]
-            stops[at, : len(ids)] = ids
-        options = decoding_options(sampling, seeds, self.config, strategies=tuple(RULES))
-        return options, _covering(proposal_spec(sampling)), stops
-
-    def _starts(self, starts: Sequence[Any]) -> RowStarts:
-        shape = (self.max_rows, self.config.block_length)
-        is_started = np.zeros(self.max_rows, bool)
-        index = np.zeros(self.max_rows, np.int32)
-        tokens, is_masked = np.zeros(shape, np.int32), np.ones(shape, bool)
-        for start in starts:
-            is_started[start.row], index[start.row] = True, start.index
-            tokens[start.row, : len(start.tail)] = start.tail
-            is_masked[start.row, : len(start.tail)] = False
-        return RowStarts(is_started, index, tokens, is_masked)  # type: ignore[arg-type]
 
     def _prefill(self, prefill: Sequence[Any]) -> PrefillSlots:
         slots = self.prefill_slots if prefill else 0
@@ -297,7 +248,7 @@ class SlotRunner:
                     self._cache,
                     self._states,
                     self._device_tables,
-                    self._no_starts,
+                    self._arrays.no_starts,
                     DecodeSlots(ints(decode), ints(decode), ints(decode, STOP_ID_SLOTS)),
                     PrefillSlots(ints(prefill), ints(prefill), ints(prefill, block)),
                     decoding_options(sampling, [0] * decode, self.config, tuple(RULES)),
@@ -306,10 +257,3 @@ class SlotRunner:
             )
             self.compile_seconds += time.perf_counter() - begin
         return self._programs[key]
-
-
-def _covering(spec: ProposalSpec) -> ProposalSpec:
-    """The cheapest of the three compiled kinds of step that can run such rows."""
-    if not spec.is_sampled:
-        return GREEDY
-    return SAMPLED if spec.sources == ("raw",) and not spec.is_filtered else FILTERED

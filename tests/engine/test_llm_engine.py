@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from herald_jax import LLM, ConfigError, SamplingParams
-from herald_jax.engine import slot_runner
+from herald_jax.engine import slot_arrays, slot_runner
 from herald_jax.engine.detokenizer import TextStream
 from herald_jax.engine.llm_engine import EngineStepError
 from herald_jax.engine.request import RowProgress
@@ -305,9 +305,9 @@ def test_donated_buffers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_step_calls_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callbacks fail with sharded inputs and stall a GPU."""
     runner = make_engine(monkeypatch)._runner
-    for spec in (slot_runner.GREEDY, slot_runner.SAMPLED, slot_runner.FILTERED):
+    for spec in (slot_arrays.GREEDY, slot_arrays.SAMPLED, slot_arrays.FILTERED):
         step = functools.partial(slot_runner._step, model=CONFIG, spec=spec)
-        options, _, stops = runner._gather((), 4)
+        options, _, stops = runner._arrays.gather((), 4)
         decode = slot_runner.DecodeSlots(
             jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), jnp.asarray(stops)
         )
@@ -320,7 +320,7 @@ def test_no_step_calls_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
                 runner._cache,
                 runner._states,
                 runner._device_tables,
-                runner._no_starts,
+                runner._arrays.no_starts,
                 decode,
                 prefill,
                 jax.tree.map(jnp.asarray, options),

@@ -18,7 +18,8 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding.generate import generate, pad_prompts
 from herald_jax.decoding.options import stop_ids
 from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, RowTable, StepPlan
-from herald_jax.engine.slot_runner import FILTERED, GREEDY, RowSampling, SlotRunner, row_bucket
+from herald_jax.engine.slot_arrays import FILTERED, GREEDY, RowSampling, row_bucket
+from herald_jax.engine.slot_runner import SlotRunner
 from herald_jax.models import random_params
 from herald_jax.sampling import SamplingParams
 from tests.oracle import MARGIN, count_compilations, decode, sharpen, to_float64

@@ -15,7 +15,8 @@ from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.llm_engine import LLMEngine
 from herald_jax.engine.plan import StepPlan
 from herald_jax.engine.request import RowBlock
-from herald_jax.engine.slot_runner import CommittedBlock, RowSampling
+from herald_jax.engine.slot_arrays import RowSampling
+from herald_jax.engine.slot_runner import CommittedBlock
 from herald_jax.models import random_params
 from herald_jax.sampling import SamplingParams
 from herald_jax.tokenizer import Tokenizer

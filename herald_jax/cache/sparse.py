@@ -1,0 +1,120 @@
+"""The device's part of a sparse cache: full keys and values of a few layers, pools of the rest.
+
+Layers below `dense_layers` keep everything, in pages. Of every other layer the device has, for
+each row, two pools of selected entries, of which block n reads the one of parity n % 2 while
+the other is filled for block n + 1, and a ring of the newest finished blocks. With the store on
+the device it has all finished blocks of these layers as well.
+
+Ownership: whoever runs a program that writes takes the whole cache by donation and keeps only
+what comes back. An entry of a pool past its block's count, and a ring slot past the number of
+finished blocks, hold leftovers; they are hidden by length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from herald_jax.cache.layout import check_index_range
+from herald_jax.cache.paged import PagedCache
+from herald_jax.configs import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SparseShape:
+    """Sizes of a sparse cache.
+
+    Attributes:
+        rows: Rows that decode at the same time, R.
+        dense_layers: Layers that keep everything on the device.
+        num_pages: Pages of the dense layers' pool.
+        page_tokens: Tokens of a page.
+        pool_tokens: Entries of a row's pool of one layer, C.
+        recent_blocks: Finished blocks of a row's ring.
+        row_tokens: Tokens of the longest text, in whole blocks, S.
+        has_device_store: True if all finished blocks of the sparse layers stay on the device.
+    """
+
+    rows: int
+    dense_layers: int
+    num_pages: int
+    page_tokens: int
+    pool_tokens: int
+    recent_blocks: int
+    row_tokens: int
+    has_device_store: bool
+
+    def device_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes of the arrays of `SparseCache.zeros`."""
+        token = 2 * model.num_kv_heads * model.head_dim * itemsize
+        ring = self.recent_blocks * model.block_length
+        store = self.row_tokens if self.has_device_store else 0
+        row = 2 * self.pool_tokens + ring + store
+        sparse = (model.num_layers - self.dense_layers) * self.rows * row
+        return token * (self.dense_layers * self.num_pages * self.page_tokens + sparse)
+
+    def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes of the host's pool of finished blocks; 0 with the store on the device."""
+        token = 2 * model.num_kv_heads * model.head_dim * itemsize
+        layers = model.num_layers - self.dense_layers
+        return 0 if self.has_device_store else token * layers * self.rows * self.row_tokens
+
+
+class LayerPool(NamedTuple):
+    """Keys (rotated) and values of rows of one layer."""
+
+    k: Float[Array, "N K S D"]
+    v: Float[Array, "N K S D"]
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, rows: int, tokens: int, dtype: Any) -> Self:
+        """An empty pool."""
+        shape = (rows, config.num_kv_heads, tokens, config.head_dim)
+        check_index_range("one layer's pool", shape)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(self, rows: Int[Array, " M"], start: Int[Array, " M"], new: LayerPool) -> LayerPool:
+        """The pool with `new[m]` [M, K, T, D] at `start[m]` of row `rows[m]`.
+
+        Numbers of rows past the last are dropped.
+        """
+        slots = start[:, None] + jnp.arange(new.k.shape[2])
+
+        def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+            values = values.transpose(0, 2, 1, 3)
+            return pool.at[rows[:, None], :, slots].set(values, mode="drop")
+
+        return LayerPool(put(self.k, new.k), put(self.v, new.v))
+
+
+class SparseCache(NamedTuple):
+    """All of a sparse cache that is on the device; one entry a sparse layer in the tuples.
+
+    `selected` has 2 R rows: those of parity 0, then those of parity 1. `store` is empty if the
+    finished blocks are on the host.
+    """
+
+    dense: PagedCache
+    selected: tuple[LayerPool, ...]
+    recent: tuple[LayerPool, ...]
+    store: tuple[LayerPool, ...]
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, shape: SparseShape, dtype: Any) -> Self:
+        """An empty cache."""
+
+        def pools(rows: int, tokens: int) -> tuple[LayerPool, ...]:
+            layers = range(shape.dense_layers, config.num_layers)
+            return tuple(LayerPool.zeros(config, rows, tokens, dtype) for _ in layers)
+
+        pages = (shape.num_pages, shape.page_tokens)
+        return cls(
+            PagedCache.zeros(config, *pages, dtype, layers=shape.dense_layers),
+            pools(2 * shape.rows, shape.pool_tokens),
+            pools(shape.rows, shape.recent_blocks * config.block_length),
+            pools(shape.rows, shape.row_tokens) if shape.has_device_store else (),
+        )

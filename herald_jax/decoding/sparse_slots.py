@@ -1,0 +1,274 @@
+"""One step over a sparse cache: blocks that run, and the lookahead for the blocks after them.
+
+A row in its fused step (HERALD 2.3, its draft and lookahead) takes three slots: group A is its
+running block n, which goes on as in any step; group B is the draft of block n, committed tokens
+where there are any and the argmax of step 0 elsewhere; group C is block n + 1 as nothing but
+masks. A and B see the same prefix and not each other; C sees that prefix, the draft's keys and
+values, and its own masks. What C asks for in every sparse layer is what block n + 1 will need:
+its queries leave the step, and selection runs while block n goes on. Keys and values of B and C
+are used within the pass and never written anywhere.
+
+The fused step may also be the commit pass of a block that was done at step 0; the draft is then
+the block's final tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from herald_jax.cache.paged import PagedCache
+from herald_jax.cache.sparse import LayerPool, SparseCache
+from herald_jax.decoding.propose import ProposalSpec, suppress
+from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
+from herald_jax.decoding.steps import BlockState, DecodingOptions, unmask
+from herald_jax.models.attention import FreshKV
+from herald_jax.models.decoder import Decoder
+from pallas_kernels import PagedSegment, Segment, segment_attention
+
+
+class SparseStates(NamedTuple):
+    """The running block of every row, and the draft that its step 0 left."""
+
+    block: BlockState
+    draft: Int[Array, "R B"]
+    is_stopped: Bool[Array, " R"]
+
+    @classmethod
+    def empty(cls, rows: int, block_length: int) -> SparseStates:
+        """States in which no row has begun."""
+        zeros = jnp.zeros((rows, block_length), jnp.int32)
+        block = BlockState.start(jnp.zeros((rows,), jnp.int32), zeros, zeros > 0)
+        return cls(block, zeros, jnp.ones((rows,), bool))
+
+    def begin(self, starts: RowStarts) -> SparseStates:
+        """The states with fresh blocks in the rows that begin."""
+        fresh = BlockState.start(starts.index, starts.tokens, starts.is_masked)
+        block = jax.tree.map(
+            lambda new, old: _choose(starts.is_started, new, old), fresh, self.block
+        )
+        return SparseStates(block, self.draft, self.is_stopped & ~starts.is_started)
+
+    def take(self, rows: Int[Array, " M"]) -> SparseStates:
+        """The states of some rows; a number past the last row reads the last."""
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
+
+    def put(self, rows: Int[Array, " M"], new: SparseStates) -> SparseStates:
+        """The states with those of some rows replaced; numbers past the last row are dropped."""
+        return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), self, new)
+
+
+def _choose(condition: Bool[Array, " M"], new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+class SlotPlaces(NamedTuple):
+    """Where the slots of a pass stand, and what each sees.
+
+    Attributes:
+        rows: Row of each slot.
+        prefix: Finished blocks before the block that the slot's row is running.
+        is_live: False for padding, which sees nothing.
+        is_written: True where the dense layers' pages take the slot's keys and values.
+        is_committing: True where the pass is the block's commit pass.
+        partner: Another slot whose fresh keys and values this one sees as well, or -1.
+        is_exact: True where the sparse layers' whole prefix is seen instead of the pools.
+    """
+
+    rows: Int[Array, " M"]
+    prefix: Int[Array, " M"]
+    is_live: Bool[Array, " M"]
+    is_written: Bool[Array, " M"]
+    is_committing: Bool[Array, " M"]
+    partner: Int[Array, " M"]
+    is_exact: Bool[Array, " M"]
+
+
+class SparsePass:
+    """One pass over a sparse cache, for use inside a trace; `cache` is the result.
+
+    Args:
+        cache: The cache before the pass.
+        tables: Page ids of every row, for the dense layers.
+        pooled: Entries of a row's pool by the index of the block that reads it.
+        places: The slots.
+        block_length: B.
+        reads_store: True if some slot may be exact; then the store is on the device.
+
+    Attributes:
+        queries: Rotated queries of every sparse layer that has run, [M, B, H, D].
+    """
+
+    def __init__(
+        self,
+        cache: SparseCache,
+        tables: Int[Array, "R W"],
+        pooled: Int[Array, " N"],
+        places: SlotPlaces,
+        block_length: int,
+        *,
+        reads_store: bool,
+    ) -> None:
+        self._places, self._block, self._reads_store = places, block_length, reads_store
+        self._k, self._v = list(cache.dense.k), list(cache.dense.v)
+        self._selected, self._recent = cache.selected, list(cache.recent)
+        self._store = list(cache.store)
+        self._tables = jnp.take(tables, places.rows, axis=0, mode="clip")
+        rows = tables.shape[0]
+        live = places.is_live
+        self._all_rows = jnp.minimum(places.rows, rows - 1)
+        self._pool_rows = (places.prefix % 2) * rows + self._all_rows
+        self._written_rows = jnp.where(places.is_committing, places.rows, rows)
+
+        def where(condition: jax.Array, value: jax.Array | int) -> jax.Array:
+            return jnp.where(condition & live, value, 0).astype(jnp.int32)
+
+        prefix_tokens = places.prefix * block_length
+        in_pages = prefix_tokens + jnp.where(places.is_written, block_length, 0)
+        is_sparse = ~places.is_exact
+        pooled = jnp.take(pooled, places.prefix, mode="clip")
+        self._page_lengths = where(live, in_pages)
+        self._pool_lengths = where(is_sparse, pooled)
+        self._recent_lengths = where(is_sparse, prefix_tokens)
+        self._store_lengths = where(places.is_exact, prefix_tokens)
+        self._own_lengths = where(live, block_length)
+        self._own_beside_pages = where(~places.is_written, block_length)
+        self._partner_lengths = where(places.partner >= 0, block_length)
+        self.queries: list[jax.Array] = []
+
+    def attend(self, layer: int, q: Float[Array, "M B H D"], fresh: FreshKV) -> jax.Array:
+        """Attention of one layer; a committing slot's keys and values enter the cache."""
+        own = LayerPool(fresh.k.transpose(0, 2, 1, 3), fresh.v.transpose(0, 2, 1, 3))
+        slots = jnp.arange(q.shape[0])
+        partner = Segment(*own, jnp.maximum(self._places.partner, 0), self._partner_lengths)
+        if layer < len(self._k):
+            self._write_pages(layer, fresh)
+            pages = PagedSegment(self._k[layer], self._v[layer], self._tables, self._page_lengths)
+            beside = Segment(*own, slots, self._own_beside_pages)
+            return segment_attention(q, [pages, beside, partner])
+        self.queries.append(q)
+        at = layer - len(self._k)
+        ring = self._recent[at]
+        ring_lengths = jnp.minimum(self._recent_lengths, ring.k.shape[2])
+        segments = [
+            Segment(*self._selected[at], self._pool_rows, self._pool_lengths),
+            Segment(*ring, self._all_rows, ring_lengths),
+            Segment(*own, slots, self._own_lengths),
+            partner,
+        ]
+        if self._reads_store:
+            segments.append(Segment(*self._store[at], self._all_rows, self._store_lengths))
+        out = segment_attention(q, segments)
+        # The ring's oldest block was attended just now and may be overwritten.
+        start = self._places.prefix * self._block
+        self._recent[at] = ring.write(self._written_rows, start % ring.k.shape[2], own)
+        if self._store:
+            self._store[at] = self._store[at].write(self._written_rows, start, own)
+        return out
+
+    def _write_pages(self, layer: int, fresh: FreshKV) -> None:
+        pages, _, page_tokens, _ = self._k[layer].shape
+        start = self._places.prefix * self._block
+        page = jnp.take_along_axis(self._tables, (start // page_tokens)[:, None], axis=1)
+        is_written = self._places.is_written & self._places.is_live
+        page = jnp.where(is_written[:, None], page, pages)
+        offsets = (start % page_tokens)[:, None] + jnp.arange(self._block)
+
+        def write(pool: jax.Array, new: Float[Array, "M B K D"]) -> jax.Array:
+            return pool.at[page, :, offsets].set(new, mode="drop")
+
+        self._k[layer] = write(self._k[layer], fresh.k)
+        self._v[layer] = write(self._v[layer], fresh.v)
+
+    @property
+    def cache(self) -> SparseCache:
+        """The cache after the layers that have run."""
+        dense = PagedCache(tuple(self._k), tuple(self._v))
+        return SparseCache(dense, self._selected, tuple(self._recent), tuple(self._store))
+
+
+def run_sparse_slots(
+    decoder: Decoder,
+    cache: SparseCache,
+    states: SparseStates,
+    tables: Int[Array, "R W"],
+    pooled: Int[Array, " N"],
+    starts: RowStarts,
+    decode: DecodeSlots,
+    ahead: Int[Array, " A"],
+    options: DecodingOptions,
+    spec: ProposalSpec,
+    *,
+    is_exact: bool,
+    is_layerwise: bool,
+) -> tuple[SparseCache, SparseStates, SlotOutput, list[jax.Array]]:
+    """One pass over the decode slots and the lookahead slots.
+
+    Args:
+        decoder: The model.
+        cache: The cache, written in place when donated.
+        states: Running blocks of all rows.
+        tables: Page ids of every row.
+        pooled: Entries of a row's pool by the index of the block that reads it.
+        starts: Blocks that begin now.
+        decode: Rows to run.
+        ahead: Rows that look ahead, padded with the number of rows; each runs in this pass.
+        options: Options of the decode slots' rows, in their order.
+        spec: Static facts of the decode slots.
+        is_exact: True if the decode slots see their whole prefix, as in MAGE's step 0.
+        is_layerwise: True if group C sees the whole prefix (the paper's retrieval pass).
+
+    Returns:
+        The cache, the states, the decode slots' blocks, and for every sparse layer the queries
+        of group C, [A, B, H, D], or of the decode slots if the pass is exact.
+    """
+    config = decoder.config
+    block_length, rows = config.block_length, tables.shape[0]
+    states = states.begin(starts)
+    block, draft, is_stopped = states.take(decode.rows)
+    is_running = (decode.rows < rows) & ~is_stopped & (block.index < decode.block_limits)
+    is_masked = block.is_masked & is_running[:, None]
+    is_committing = is_running & ~is_masked.any(-1)
+    before = states.take(ahead)
+    drafted = jnp.where(before.block.is_masked, before.draft, before.block.tokens)
+    masks = jnp.full_like(drafted, config.mask_token_id)
+
+    count, extra = decode.rows.shape[0], ahead.shape[0]
+    is_decode = jnp.arange(count + 2 * extra) < count
+    is_query = jnp.arange(count + 2 * extra) >= count + extra
+    nothing = jnp.zeros((2 * extra,), bool)
+    prefix = jnp.concatenate([block.index, before.block.index, before.block.index])
+    places = SlotPlaces(
+        rows=jnp.concatenate([decode.rows, ahead, ahead]),
+        prefix=prefix,
+        is_live=jnp.concatenate([is_running, ahead < rows, ahead < rows]),
+        is_written=is_decode,
+        is_committing=jnp.concatenate([is_committing, nothing]),
+        partner=jnp.where(is_query, jnp.arange(count + 2 * extra) - extra, -1),
+        is_exact=(is_decode & is_exact) | (is_query & is_layerwise),
+    )
+    tokens = jnp.concatenate([block.inputs(config.mask_token_id), drafted, masks])
+    first = (prefix + is_query) * block_length
+    sparse = SparsePass(
+        cache, tables, pooled, places, block_length, reads_store=is_exact or is_layerwise
+    )
+    hidden, _ = decoder(tokens, first[:, None] + jnp.arange(block_length), sparse.attend)
+
+    logits = decoder.logits(hidden[:count])
+    after = unmask(config, logits, block._replace(is_masked=is_masked), options, spec)
+    after = after._replace(is_masked=_choose(is_running, after.is_masked, block.is_masked))
+    is_first = is_running & (block.steps == 0) & ~is_committing
+    guess = jnp.argmax(suppress(logits, config), axis=-1).astype(draft.dtype)
+    draft = _choose(is_first, guess, draft)
+    is_stop = (after.tokens[..., None] == decode.stop_ids[:, None, :]).any(-1)
+    is_stopped = is_stopped | (is_committing & (is_stop & (after.unmask_steps >= 0)).any(-1))
+    all_masked = jnp.ones_like(after.is_masked)
+    following = BlockState.start(after.index + 1, jnp.zeros_like(after.tokens), all_masked)
+    moved = jax.tree.map(lambda new, old: _choose(is_committing, new, old), following, after)
+    states = states.put(decode.rows, SparseStates(moved, draft, is_stopped))
+    taken = slice(0, count) if is_exact else slice(count + extra, None)
+    queries = [q[taken] for q in sparse.queries]
+    return sparse.cache, states, SlotOutput(is_committing, after), queries
