@@ -89,18 +89,18 @@ def compare_logits(
     wanted = reference_logits(family.reference, hf, config, tokens, jnp.dtype(dtype))
     params = load_params(converted, config, dtype=jnp.float32)
     with jax.default_matmul_precision("highest"):
-        found = np.asarray(block_causal_logits(config, params, jnp.asarray(tokens[None])))[0]
+        found = np.asarray(uncached_logits(config, params, jnp.asarray(tokens[None])))[0]
     scale = max(1.0, float(np.abs(wanted).max()))
     return CheckResult(float(np.abs(found - wanted).max()), RELATIVE_TOLERANCE * scale, length)
 
 
-def block_causal_logits(
+def uncached_logits(
     config: ModelConfig, params: dict[str, Any], tokens: Int[Array, "R Q"]
 ) -> Float[Array, "R Q V"]:
-    """Logits of one uncached pass under the block-causal mask."""
+    """Logits of one uncached pass, under the block-causal mask unless attention is full."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     blocks = positions[0] // config.block_length
-    visible = blocks[None, :] <= blocks[:, None]
+    visible = (blocks[None, :] <= blocks[:, None]) | config.is_bidirectional
 
     def attend(layer: int, q: Float[Array, "R Q H D"], fresh: FreshKV) -> Float[Array, "R Q H D"]:
         k, v = (jnp.repeat(x, config.heads_per_kv_head, axis=2) for x in fresh)

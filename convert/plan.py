@@ -141,6 +141,7 @@ def describe(
 ) -> Description:
     """The model's description, with the source of every fact that configs tend to lack."""
     fields = family.parse_config(FieldReader(hf.config, out))
+    fields |= {"attention": family.attention, "shifts_predictions": family.shifts_predictions}
     _bound_counts(family, hf, fields, out)
     head_key, _ = family.rule_for("lm_head.kernel")
     mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
@@ -210,7 +211,7 @@ def _bound_counts(
     if wanted is not None and wanted > layers:
         out.fault(
             "config",
-            "config.json: num_hidden_layers",
+            f"config.json: {'n_layers' if 'n_layers' in hf.config else 'num_hidden_layers'}",
             expected=f"{layers} at most, as the tensors are of {named} layers",
             found=str(wanted),
             fix="Fetch the files that hold the other layers, or correct config.json.",

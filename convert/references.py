@@ -52,6 +52,24 @@ def _llama(published: dict[str, Any]) -> Any:
     return LlamaForCausalLM(LlamaConfig(**_shared(published, "head_dim")))
 
 
+def _llada(published: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "d_model",
+        "intermediate_size": "mlp_hidden_size",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "max_position_embeddings": "max_sequence_length",
+        "rms_norm_eps": "rms_norm_eps",
+        "rope_theta": "rope_theta",
+    }
+    renamed = {ours: published[theirs] for ours, theirs in names.items()}
+    return LlamaForCausalLM(LlamaConfig(**_shared(renamed)))
+
+
 def _qwen3_moe(published: dict[str, Any]) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -86,6 +104,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3": _qwen3,
     "qwen2": _qwen2,
     "llama": _llama,
+    "llada": _llada,
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
 }
@@ -94,13 +113,28 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down)_proj")
 _RENAMED = {
+    "llada": (
+        ("model.transformer.wte.", "model.embed_tokens."),
+        ("model.transformer.ln_f.", "model.norm."),
+        ("model.transformer.ff_out.", "lm_head."),  # before the MLP's of the same name
+        ("model.transformer.blocks.", "model.layers."),
+        (".attn_norm.", ".input_layernorm."),
+        (".ff_norm.", ".post_attention_layernorm."),
+        (".q_proj.", ".self_attn.q_proj."),
+        (".k_proj.", ".self_attn.k_proj."),
+        (".v_proj.", ".self_attn.v_proj."),
+        (".attn_out.", ".self_attn.o_proj."),
+        (".ff_proj.", ".mlp.gate_proj."),
+        (".up_proj.", ".mlp.up_proj."),
+        (".ff_out.", ".mlp.down_proj."),
+    ),
     "glm4_moe": (
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.query_layernorm.", ".self_attn.q_norm."),
         (".attention.key_layernorm.", ".self_attn.k_norm."),
         (".attention.dense.", ".self_attn.o_proj."),
         (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
-    )
+    ),
 }
 
 
@@ -164,7 +198,10 @@ def fill(reference: str, model: Any, tensors: Iterable[tuple[str, np.ndarray]]) 
 
 
 def block_causal_logits(model: Any, tokens: np.ndarray, block_length: int) -> np.ndarray:
-    """Logits [R, n, V] of whole texts under the block-causal mask."""
+    """Logits [R, n, V] of whole texts under the block-causal mask.
+
+    A block as long as the text makes attention full.
+    """
     import torch
 
     blocks = torch.arange(tokens.shape[1]) // block_length
@@ -204,4 +241,5 @@ def reference_logits(
                         yield entry.key, array.astype(np.float32)
 
     fill(reference, model, tensors())
-    return block_causal_logits(model, tokens[None], config.block_length)[0]
+    block_length = len(tokens) if config.is_bidirectional else config.block_length
+    return block_causal_logits(model, tokens[None], block_length)[0]

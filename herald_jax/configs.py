@@ -23,6 +23,9 @@ from herald_jax._checks import (
 CONFIG_FORMAT = 1
 """Version of the `config.json` that `ModelConfig.to_json` writes."""
 
+ATTENTION_KINDS = ("block_causal", "full")
+"""What a token may see; see `ModelConfig.attention`."""
+
 _EXPERT_FIELDS = (
     "experts_per_token",
     "expert_intermediate_size",
@@ -39,7 +42,7 @@ _EXPERT_FIELDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes, options and token facts of one block-diffusion model.
+    """Sizes, options and token facts of one diffusion language model.
 
     Attributes:
         family: Name of the family whose key map converted the checkpoint, for messages.
@@ -57,8 +60,13 @@ class ModelConfig:
         qk_norm: True if queries and keys get a per-head RMSNorm before rotation.
         qkv_bias: True if the query, key and value projections have biases.
         tie_word_embeddings: True if the LM head is the transposed embedding table.
-        block_length: Positions that are denoised together, on an absolute grid.
+        block_length: Positions that are denoised together; on an absolute grid if attention is
+            block-causal.
         mask_token_id: Id whose embedding stands at a masked position; never emitted.
+        attention: `block_causal`, where a token sees its own and all earlier blocks, or `full`,
+            where every token sees the whole text. The blocks of a full-attention model are only
+            an order of decoding: they begin at the end of the prompt and may have any length.
+        shifts_predictions: True if the output at position i - 1 predicts the token at i.
         stop_token_ids: Ids that end a text.
         tokenizer_vocab_size: Ids at or above this one are padding of the table and never
             emitted; `None` if every row is a real token.
@@ -89,6 +97,8 @@ class ModelConfig:
     head_dim: int
     block_length: int
     mask_token_id: int
+    attention: str = "block_causal"
+    shifts_predictions: bool = False
     stop_token_ids: tuple[int, ...] = ()
     rope_theta: float = 1e6
     rotary_fraction: float = 1.0
@@ -154,7 +164,8 @@ class ModelConfig:
                 self.stop_token_ids,
                 f"ids in [0, vocab_size={self.vocab_size}) other than the mask id",
             )
-        for flag in ("qk_norm", "qkv_bias", "tie_word_embeddings"):
+        require_one_of("attention", self.attention, ATTENTION_KINDS)
+        for flag in ("qk_norm", "qkv_bias", "tie_word_embeddings", "shifts_predictions"):
             require(isinstance(getattr(self, flag), bool), flag, getattr(self, flag), "a bool")
         if self.tokenizer_vocab_size is not None:
             require_int("tokenizer_vocab_size", self.tokenizer_vocab_size, 1)
@@ -219,6 +230,11 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """True if this layer is a mixture layer."""
         return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if every token sees the whole text, later blocks included."""
+        return self.attention == "full"
 
     @property
     def rotary_dim(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Self
 from herald_jax import checkpoint
 from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.options import require_block_decoding
 from herald_jax.engine.call import CallRequest, call_outputs, raise_failures, run_call
 from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.intake import Intake
@@ -97,6 +98,7 @@ class LLM:
         folder, config = find_checkpoint(
             model, dtype=name, mask_token_id=mask_token_id, block_length=block_length
         )
+        require_block_decoding(config)
         found = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if found is None:
             if tokenizer is not None:

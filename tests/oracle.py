@@ -1,7 +1,7 @@
 """Block-diffusion decoding written a second time: NumPy float64, one row, no cache, plain loops.
 
-Every pass recomputes the whole text under the block-causal mask. The only thing shared with the
-package is the Gumbel noise, which a reader cannot recompute by hand.
+Every pass recomputes the whole text, under the block-causal mask unless attention is full. The
+only thing shared with the package is the Gumbel noise, which a reader cannot recompute by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def forward(config: ModelConfig, params: Any, tokens: list[int]) -> np.ndarray:
     n, dim = len(tokens), config.head_dim
     positions = np.arange(n)
     blocks = positions // config.block_length
-    is_visible = blocks[None, :] <= blocks[:, None]
+    is_visible = (blocks[None, :] <= blocks[:, None]) | config.is_bidirectional
     x = params["embed_tokens"]["embedding"][np.asarray(tokens)]
 
     def project(weights: Any, y: np.ndarray) -> np.ndarray:

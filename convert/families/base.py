@@ -57,7 +57,9 @@ class Family:
         turn_end_tokens: Texts of tokens that end a turn.
         stop_token_ids: Stop ids where no file tells any.
         block_length: Block length where no file tells it, if all checkpoints of the family have
-            the same one.
+            the same one, or if attention is full and any length will do.
+        attention: What a token sees, as in `ModelConfig`.
+        shifts_predictions: True if the output at position i - 1 predicts the token at i.
         reference: transformers class that computes the same logits, for `--check`.
         models: Published checkpoints, for people.
         checked: How the family was checked, for people.
@@ -75,6 +77,8 @@ class Family:
     turn_end_tokens: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     block_length: int | None = None
+    attention: Literal["block_causal", "full"] = "block_causal"
+    shifts_predictions: bool = False
     reference: str | None = None
     models: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 HELP = "List the supported model families and how each was checked."
 
 
+_ATTENTION = {
+    "block_causal": "block-causal",
+    "full": "full, decoded by herald_jax.generate_bidirectional",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the sub-command."""
     parser.add_argument("--json", action="store_true", help="one JSON object for each family")
@@ -35,6 +41,8 @@ def _facts(family: Family) -> dict[str, Any]:
         "architectures": list(family.architectures),
         "model_types": list(family.model_types),
         "models": list(family.models),
+        "attention": family.attention,
+        "shifts_predictions": family.shifts_predictions,
         "block_length": family.block_length,
         "mask_token_id": family.mask_token_id,
         "checked": list(family.checked),
@@ -45,10 +53,14 @@ def _facts(family: Family) -> dict[str, Any]:
 def _text(facts: dict[str, Any]) -> str:
     block = facts["block_length"] or "from the checkpoint or --block-length"
     mask = facts["mask_token_id"]
+    attention = _ATTENTION[facts["attention"]]
+    if facts["shifts_predictions"]:
+        attention += "; a position is predicted from the one before it"
     lines = [
         f"{facts['family']} ({facts['status']})",
         f"  architecture: {', '.join(facts['architectures'])}",
         f"  models: {', '.join(facts['models']) or 'no published one is known'}",
+        f"  attention: {attention}",
         f"  block length: {block}",
         f"  mask id: {'from the checkpoint' if mask is None else mask}",
         *(f"  checked: {line}" for line in facts["checked"]),

@@ -23,7 +23,12 @@ from herald_jax._checks import require, require_int
 from herald_jax.cache.dense import DenseCache
 from herald_jax.cache.layout import round_up
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.options import decoding_options, proposal_spec, stop_ids
+from herald_jax.decoding.options import (
+    decoding_options,
+    proposal_spec,
+    require_block_decoding,
+    stop_ids,
+)
 from herald_jax.decoding.steps import BlockState, decode_block, prefill_chunk
 from herald_jax.models.decoder import Decoder, Params, bind, check_params
 from herald_jax.sampling import SamplingParams
@@ -130,13 +135,19 @@ def generate(
     Raises:
         ConfigError: If a parameter, shape, dtype, id, length or option is not allowed.
     """
-    _check_sampling(model, sampling)
-    _check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
+    require_block_decoding(model)
+    check_sampling(model, sampling)
+    check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
     check_params(model, params)
     return generate_program(params, prompts, prompt_lengths, seeds, model=model, sampling=sampling)
 
 
-def _check_sampling(model: ModelConfig, sampling: SamplingParams) -> None:
+def check_sampling(model: ModelConfig, sampling: SamplingParams) -> None:
+    """Checks the options of a generation that is one program.
+
+    Raises:
+        ConfigError: If one belongs to `LLM` or does not fit the model.
+    """
     sampling.check_against(model.block_length, model.vocab_size)
     require(sampling.n == 1, "n", sampling.n, "1 in generate", "Repeat the prompt instead.")
     require(sampling.seed is None, "seed", sampling.seed, "None in generate", "Pass `seeds`.")
@@ -149,9 +160,14 @@ def _check_sampling(model: ModelConfig, sampling: SamplingParams) -> None:
     )
 
 
-def _check_batch(
+def check_batch(
     prompts: Any, lengths: Any, seeds: Any, model: ModelConfig, max_tokens: int
 ) -> None:
+    """Checks shapes, dtypes and, outside a trace, values of a batch of prompts.
+
+    Raises:
+        ConfigError: If one is not allowed.
+    """
     shape = jnp.shape(prompts)
     require(len(shape) == 2 and min(shape) > 0, "prompts.shape", shape, "[R, P], both positive")
     for name, array in (("prompt_lengths", lengths), ("seeds", seeds)):

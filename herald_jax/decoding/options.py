@@ -7,11 +7,38 @@ from typing import Any
 
 import numpy as np
 
+from herald_jax._checks import require
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import CONFIDENCE_SOURCES, ProposalSpec, RowOptions
 from herald_jax.decoding.rules import RULES, MixedRules
 from herald_jax.decoding.steps import DecodingOptions
 from herald_jax.sampling import SamplingParams
+
+
+def require_block_decoding(model: ModelConfig) -> None:
+    """Checks that a model's texts are made of blocks that stay as they are once finished.
+
+    Raises:
+        ConfigError: With what to use instead.
+    """
+    require(
+        not model.is_bidirectional,
+        "attention",
+        model.attention,
+        "'block_causal' here",
+        "Where every token sees the whole text, the keys and values of a token change with each "
+        "later one. None are ever final, so there is no block to stream, to share or to keep on "
+        "the host, and no selection of entries that stays valid for a block. Use "
+        "herald_jax.generate_bidirectional.",
+    )
+    require(
+        not model.shifts_predictions,
+        "shifts_predictions",
+        model.shifts_predictions,
+        "False here",
+        "The first token of a block would come from the block before it, which this loop does "
+        "not run again.",
+    )
 
 
 def proposal_spec(rows: Sequence[SamplingParams]) -> ProposalSpec:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from herald_jax import checkpoint
 from herald_jax._checks import ConfigError
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.options import require_block_decoding
 from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.engine_thread import EngineClosed, EngineDead, EngineThread
 from herald_jax.engine.intake import Intake
@@ -86,6 +87,7 @@ class AsyncLLM:
         folder, config = find_checkpoint(
             model, dtype=name, mask_token_id=mask_token_id, block_length=block_length
         )
+        require_block_decoding(config)
         found = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if found is None and tokenizer is not None:
             raise ConfigError(f"tokenizer={str(tokenizer)!r} holds no tokenizer.json.")

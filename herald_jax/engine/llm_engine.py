@@ -21,6 +21,7 @@ import jax
 
 from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.options import require_block_decoding
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.engine.config import EngineConfig, EngineSizes, device_bytes_limit, size_engine
 from herald_jax.engine.live import LiveSample, SampleEvent
@@ -78,6 +79,7 @@ class LLMEngine:
         engine: EngineConfig | None = None,
         runner: RunnerLike | None = None,
     ) -> None:
+        require_block_decoding(config)
         check_params(config, params)
         self.config = config
         self.settings = engine or EngineConfig()

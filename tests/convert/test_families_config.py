@@ -105,6 +105,32 @@ FULL_SIZE["LLaDA2-flash"] = (
     },
     102_889_705_216,
 )
+FULL_SIZE["LLaDA-8B"] = (
+    "llada",
+    {
+        **{"d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "n_layers": 32},
+        **{"mlp_hidden_size": 12288, "vocab_size": 126464, "embedding_size": 126464},
+        **{"rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_sequence_length": 4096},
+        **{"block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms"},
+        **{"include_bias": False, "weight_tying": False},
+    },
+    8_015_581_184,
+)
+FULL_SIZE["Dream-7B"] = (
+    "dream",
+    {
+        **QWEN,
+        "hidden_act": "silu",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    7_615_616_512,
+)
 
 
 def config_of(family: Family, published: dict[str, Any]) -> ModelConfig:
@@ -112,7 +138,7 @@ def config_of(family: Family, published: dict[str, Any]) -> ModelConfig:
     fields = family.parse_config(FieldReader(published, findings))
     findings.raise_if_any()
     facts = {"mask_token_id": 7, "block_length": 32}
-    facts |= {"tie_word_embeddings": published["tie_word_embeddings"]}
+    facts |= {"tie_word_embeddings": published.get("tie_word_embeddings", False)}
     return ModelConfig(family=family.name, **fields, **facts)
 
 
@@ -166,6 +192,26 @@ def test_stable_diffcoder_has_one_block_length_and_sdar_many(tmp_path: Path) -> 
     assert families()["a2d_qwen3"].block_length is None
 
 
+@pytest.mark.parametrize(("name", "is_shifted"), [("llada", False), ("dream", True)])
+def test_bidirectional_families(name: str, is_shifted: bool, tmp_path: Path) -> None:
+    """Without a block size in the file, texts are denoised in blocks of 32."""
+    config = examine(Golden(name).write(tmp_path / "src", block_size=...)).description.config
+    assert config is not None and config.is_bidirectional and config.block_length == 32
+    assert config.shifts_predictions is is_shifted
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_full_attention_belongs_to_these_families_alone(tmp_path: Path) -> None:
+    full = {name for name, family in families().items() if family.attention == "full"}
+    assert full == {"llada", "dream"}
+    config = examine(Golden("llada2").write(tmp_path / "src")).description.config
+    assert config is not None and not config.is_bidirectional and not config.shifts_predictions
+
+
+def test_layers_without_tensors_are_named_as_llada_names_them(tmp_path: Path) -> None:
+    assert "config.json: n_layers" in faults("llada", tmp_path, n_layers=3)
+
+
 def test_as_many_kv_heads_as_heads_is_spelled_zero() -> None:
     published = {**PUBLISHED["llada2"], "num_key_value_heads": 0}
     assert config_of(families()["llada2"], published).num_kv_heads == 6
@@ -197,6 +243,14 @@ def test_rotary_facts_in_one_table() -> None:
             "partial_rotary_factor",
         ),
         ("stable_diffcoder", {"attention_bias": True}, "attention_bias"),
+        ("llada", {"weight_tying": True}, "weight_tying"),
+        ("llada", {"block_type": "sequential"}, "block_type"),
+        ("llada", {"embedding_size": 64}, "embedding_size"),
+        ("llada", {"include_qkv_bias": True}, "include_qkv_bias"),
+        ("llada", {"mlp_hidden_size": ...}, "mlp_hidden_size"),
+        ("llada", {"d_model": ...}, "d_model"),
+        ("dream", {"use_mrope": True}, "use_mrope"),
+        ("dream", {"attention_bias": False}, "attention_bias"),
         ("stable_diffcoder", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
     ],
 )

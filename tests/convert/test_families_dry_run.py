@@ -80,6 +80,24 @@ def test_full_size_from_headers_alone(
     assert len(out.splitlines()) < 60
 
 
+def test_llada_at_full_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head and the MLPs' last projections share a name; all 32 of these are found."""
+    _, published, count = FULL_SIZE["LLaDA-8B"]
+    write_header_only(tmp_path / "model.safetensors", published_shapes("LLaDA-8B"))
+    config = {**published, "architectures": ["LLaDAModelLM"], "mask_token_id": 126336}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([str(tmp_path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"{count:,} numbers" in out and "291 tensors in 1 files" in out
+    head = (
+        "model.transformer.ff_out.weight -> lm_head.kernel [4096, 126464] (transposed); 1 tensors"
+    )
+    assert head in out
+    down = "model.transformer.blocks.{n}.ff_out.weight -> layers.{n}.mlp.down_proj.kernel"
+    assert f"{down} [12288, 4096] (transposed); 32 tensors for 32 parameters" in out
+    assert "block_length: 32 (from family table: llada)" in out
+
+
 def test_what_would_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden = Golden("llada2")
     del golden.tensors["model.layers.1.mlp.experts.3.up_proj.weight"]

@@ -1,8 +1,8 @@
-"""Tiny published folders of the block-causal families, and the logits of their references.
+"""Tiny published folders of the families, and the logits of their references.
 
 Run at the repository root with the extra `parity` installed, after a change to the configs here:
 
-    PYTHONPATH=. python -m tests.golden.families
+    PYTHONPATH=. python -m tests.golden.families [NAME ...]
 
 It writes `family_*.npz`: the published config (JSON), tensors under their published names
 (`tensor:NAME`), tokens [2, n] whose length is no multiple of the block, and fp32 logits. All
@@ -14,6 +14,7 @@ the order of experts are not ours.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,41 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "hidden_size": 24,
         "head_dim": 8,
     },
+    "dream": {
+        **_SIZES,
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        "hidden_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "use_mrope": False,
+    },
+    "llada": {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "alibi": False,
+        "block_size": BLOCK,
+        "block_type": "llama",
+        "d_model": 24,
+        "embedding_size": 53,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "layer_norm_type": "rms",
+        "mask_token_id": 52,
+        "max_sequence_length": 64,
+        "mlp_hidden_size": 28,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 2,
+        "rms_norm_eps": 3e-3,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": 1234.5,
+        "scale_logits": False,
+        "vocab_size": 53,
+        "weight_tying": False,
+    },
     "llada2": {
         **_SIZES,
         "architectures": ["LLaDA2MoeModelLM"],
@@ -107,9 +143,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_head": False,
     },
 }
-WRITTEN = ("sdar_moe", "stable_diffcoder", "llada2")
+WRITTEN = ("sdar_moe", "stable_diffcoder", "llada2", "llada", "dream")
 """Families with a file here; the bodies of the others are those of `make_qwen3.py`."""
 
+_LLADA_NAMES = (
+    ("lm_head.", "model.transformer.ff_out."),
+    ("model.embed_tokens.", "model.transformer.wte."),
+    ("model.norm.", "model.transformer.ln_f."),
+    ("model.layers.", "model.transformer.blocks."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ff_norm."),
+    (".self_attn.o_proj.", ".attn_out."),
+    (".self_attn.", "."),
+    (".mlp.gate_proj.", ".ff_proj."),
+    (".mlp.up_proj.", ".up_proj."),
+    (".mlp.down_proj.", ".ff_out."),
+)
 _LLADA2_NAMES = (
     ("model.embed_tokens.", "model.word_embeddings."),
     (".self_attn.q_norm.", ".attention.query_layernorm."),
@@ -139,16 +188,23 @@ def reference_model(name: str, published: dict[str, Any], seed: int) -> Any:
                 tensor.copy_(0.3 * noise + (0 if key.endswith("bias") else 1))
             else:
                 tensor.copy_(noise * 1.5 * tensor.shape[-1] ** -0.5)
-        if published["tie_word_embeddings"]:
+        if published.get("tie_word_embeddings"):
             model.tie_weights()
     return model
 
 
-def published_tensors(name: str, model: Any) -> dict[str, np.ndarray]:
-    """What transformers saves, under the names of the family."""
+def saved_tensors(model: Any) -> dict[str, np.ndarray]:
+    """What transformers saves."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        saved = load_file(Path(folder) / "model.safetensors")
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def published_tensors(name: str, model: Any) -> dict[str, np.ndarray]:
+    """What transformers saves, under the names of the family."""
+    saved = saved_tensors(model)
+    if name == "llada":
+        return {_renamed(key, _LLADA_NAMES): array for key, array in saved.items()}
     if name != "llada2":
         return saved
     found: dict[str, np.ndarray] = {}
@@ -158,10 +214,14 @@ def published_tensors(name: str, model: Any) -> dict[str, np.ndarray]:
             parts = [saved[f"{prefix}.self_attn.{p}_proj.weight"] for p in "qkv"]
             found[f"{prefix}.attention.query_key_value.weight"] = np.concatenate(parts)
         elif ".self_attn.k_proj" not in key and ".self_attn.v_proj" not in key:
-            for old, new in _LLADA2_NAMES:
-                key = key.replace(old, new)
-            found[key] = array
+            found[_renamed(key, _LLADA2_NAMES)] = array
     return found
+
+
+def _renamed(key: str, names: tuple[tuple[str, str], ...]) -> str:
+    for old, new in names:
+        key = key.replace(old, new)
+    return key
 
 
 def write_folder(
@@ -179,18 +239,22 @@ def write_folder(
 
 
 def main() -> None:
-    """Writes one file for every family."""
+    """Writes one file for every family, or for those named on the command line."""
+    from convert.families import families
     from convert.references import block_causal_logits
 
     for seed, name in enumerate(WRITTEN):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         published = PUBLISHED[name]
         model = reference_model(name, published, seed)
         tokens = np.random.default_rng(seed).integers(0, published["vocab_size"], (2, 18))
+        block = tokens.shape[1] if families()[name].attention == "full" else BLOCK
         np.savez_compressed(
             FOLDER / f"family_{name}.npz",
             config=np.array(json.dumps(published)),
             tokens=tokens,
-            logits=block_causal_logits(model, tokens, BLOCK),
+            logits=block_causal_logits(model, tokens, block),
             **{f"tensor:{k}": v for k, v in published_tensors(name, model).items()},
         )
 

@@ -19,7 +19,7 @@ def _whole(config: ModelConfig, params: Any, tokens: Any) -> Any:
     decoder = bind(config, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     block = jnp.arange(tokens.shape[1]) // config.block_length
-    is_visible = block[None, :] <= block[:, None]
+    is_visible = (block[None, :] <= block[:, None]) | config.is_bidirectional
 
     def attend(layer: int, q: Any, fresh: Any) -> Any:
         group = config.heads_per_kv_head
