@@ -5,6 +5,7 @@
 | `HERALD_JAX_CACHE_DIR` | Folder of all caches; `$XDG_CACHE_HOME/herald_jax` if unset |
 | `HERALD_JAX_COMPILE_CACHE` | `0` switches the cache of compiled programs off |
 | `HERALD_JAX_API_KEY` | Key that clients of `herald serve` must send; none if unset |
+| `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` | XLA's own cap of its pinned host memory; 64 if unset |
 
 Cached programs are executed as they are, so the folders are made private (mode 0700) and one
 that somebody else could write to is not used.
@@ -17,11 +18,12 @@ import os
 import stat
 from pathlib import Path
 
-from herald_jax._checks import ConfigError, require_one_of
+from herald_jax._checks import ConfigError, require, require_one_of
 
 CACHE_DIR_VARIABLE = "HERALD_JAX_CACHE_DIR"
 COMPILE_CACHE_VARIABLE = "HERALD_JAX_COMPILE_CACHE"
 API_KEY_VARIABLE = "HERALD_JAX_API_KEY"
+PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +69,18 @@ def compile_cache_wanted() -> bool:
 def server_api_key() -> str | None:
     """The key that the environment gives to the server, or `None`."""
     return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def pinned_limit_bytes() -> int:
+    """Bytes of pinned host memory that XLA allocates at most for one GPU.
+
+    Raises:
+        ConfigError: If the variable is no number of GiB; XLA itself would go on with 0.
+    """
+    value = os.environ.get(PINNED_LIMIT_VARIABLE, "64")
+    is_number = value.isascii() and value.isdigit()
+    require(is_number, PINNED_LIMIT_VARIABLE, value, "a whole number of GiB")
+    return int(value) << 30
 
 
 def enable_compile_cache() -> Path | None:

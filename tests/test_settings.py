@@ -76,3 +76,14 @@ def test_without_a_usable_folder_programs_are_compiled_anew(cache, no_jax_cache,
     cache.write_text("a file")
     assert settings.enable_compile_cache() is None
     assert "not kept" in caplog.text
+
+
+def test_the_cap_of_pinned_memory_is_that_of_xla(monkeypatch):
+    monkeypatch.delenv(settings.PINNED_LIMIT_VARIABLE, raising=False)
+    assert settings.pinned_limit_bytes() == 64 << 30
+    monkeypatch.setenv(settings.PINNED_LIMIT_VARIABLE, "100")
+    assert settings.pinned_limit_bytes() == 100 << 30
+    for wrong in ("", "many", "-1", "6.5", "²"):
+        monkeypatch.setenv(settings.PINNED_LIMIT_VARIABLE, wrong)
+        with pytest.raises(ConfigError, match=settings.PINNED_LIMIT_VARIABLE):
+            settings.pinned_limit_bytes()
