@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from herald_jax._checks import ConfigError
+    from herald_jax.cache_config import CacheConfig
     from herald_jax.checkpoint import load_params
     from herald_jax.configs import ModelConfig
-    from herald_jax.decoding.generate import (
-        GenerationOutput,
-        generate,
-        generate_program,
-        pad_prompts,
+    from herald_jax.decoding.bidirectional import (
+        generate_bidirectional,
+        generate_bidirectional_program,
     )
+    from herald_jax.decoding.generate import generate, generate_program, pad_prompts
+    from herald_jax.decoding.texts import GenerationOutput
     from herald_jax.engine.async_llm import AsyncLLM
     from herald_jax.engine.config import EngineConfig
     from herald_jax.llm import LLM
@@ -49,12 +50,15 @@ _HOMES = {
     "StreamEvent": "herald_jax.outputs",
     "GenerationError": "herald_jax.outputs",
     "GenerationInterrupted": "herald_jax.outputs",
-    "GenerationOutput": "herald_jax.decoding.generate",
+    "GenerationOutput": "herald_jax.decoding.texts",
     "generate": "herald_jax.decoding.generate",
     "generate_program": "herald_jax.decoding.generate",
+    "generate_bidirectional": "herald_jax.decoding.bidirectional",
+    "generate_bidirectional_program": "herald_jax.decoding.bidirectional",
     "pad_prompts": "herald_jax.decoding.generate",
     "load_params": "herald_jax.checkpoint",
     "AsyncLLM": "herald_jax.engine.async_llm",
+    "CacheConfig": "herald_jax.cache_config",
     "EngineConfig": "herald_jax.engine.config",
     "ModelConfig": "herald_jax.configs",
     "ConfigError": "herald_jax._checks",
@@ -73,9 +77,12 @@ __all__ = [
     "GenerationOutput",
     "generate",
     "generate_program",
+    "generate_bidirectional",
+    "generate_bidirectional_program",
     "pad_prompts",
     "load_params",
     "AsyncLLM",
+    "CacheConfig",
     "EngineConfig",
     "ModelConfig",
     "ConfigError",

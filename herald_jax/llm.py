@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from herald_jax import checkpoint
 from herald_jax._checks import ConfigError, require
+from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.options import require_block_decoding
 from herald_jax.engine.call import CallRequest, call_outputs, raise_failures, run_call
@@ -56,6 +57,8 @@ class LLM:
         max_prefill_tokens: Prompt tokens that share a step with the samples that decode.
         run_ahead: Steps that are sent to the device before the first of them is read.
         share_prefixes: True if prompts reuse the keys and values of equal beginnings.
+        cache: A sparse KV cache, on the device or in host memory; left out, everything stays on
+            the device and every block attends to all of it.
         tokenizer: Folder of another tokenizer than the model's.
 
     Attributes:
@@ -81,6 +84,7 @@ class LLM:
         max_prefill_tokens: int = 512,
         run_ahead: int = 2,
         share_prefixes: bool = True,
+        cache: CacheConfig | None = None,
         tokenizer: str | Path | None = None,
     ) -> None:
         # What the engine would refuse is refused before minutes go into reading weights.
@@ -92,6 +96,7 @@ class LLM:
             max_prefill_tokens=max_prefill_tokens,
             run_ahead=run_ahead,
             share_prefixes=share_prefixes,
+            cache=cache,
         )
         name = resolve_dtype(dtype)
         enable_compile_cache()

@@ -42,7 +42,8 @@ class SparseStates(NamedTuple):
         """States in which no row has begun."""
         zeros = jnp.zeros((rows, block_length), jnp.int32)
         block = BlockState.start(jnp.zeros((rows,), jnp.int32), zeros, zeros > 0)
-        return cls(block, zeros, jnp.ones((rows,), bool))
+        # Another array than the block's tokens: a buffer can be donated once only.
+        return cls(block, jnp.zeros_like(zeros), jnp.ones((rows,), bool))
 
     def begin(self, starts: RowStarts) -> SparseStates:
         """The states with fresh blocks in the rows that begin."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from herald_jax._checks import ConfigError, require, require_float, require_int
 from herald_jax.cache.layout import kv_bytes_per_token, round_up
+from herald_jax.cache.shape import SparseShape
+from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.engine.pages import PageBudget, pages_that_fit
 
@@ -43,7 +45,9 @@ class EngineConfig:
             step before the next.
         max_waiting: Most samples that may wait for their first row.
         aging_ticks: Steps of waiting that count as one level of priority.
-        share_prefixes: True if prompts reuse the pages of equal prefixes.
+        share_prefixes: True if prompts reuse the pages of equal prefixes. With a sparse cache
+            none are shared.
+        cache: A sparse KV cache; `None` keeps everything on the device and attends to it.
     """
 
     max_model_len: int | None = None
@@ -55,6 +59,7 @@ class EngineConfig:
     max_waiting: int = 4096
     aging_ticks: int = 256
     share_prefixes: bool = True
+    cache: CacheConfig | None = None
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -68,6 +73,16 @@ class EngineConfig:
         require(
             isinstance(self.share_prefixes, bool), "share_prefixes", self.share_prefixes, "a bool"
         )
+        if self.cache is not None:
+            is_config = isinstance(self.cache, CacheConfig)
+            require(is_config, "cache", self.cache, "a CacheConfig or None")
+            require(
+                self.run_ahead <= 2,
+                "run_ahead",
+                self.run_ahead,
+                "1 or 2 with a sparse cache",
+                "A block's lookahead rides on its second step, which must be known by then.",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +98,8 @@ class EngineSizes:
         prefill_slots: Prompt blocks of a step.
         kv_bytes: Bytes of the pool.
         setting: The setting that makes the pool larger.
+        sparse: The arrays of a sparse cache; `None` if everything is attended.
+        host_bytes: Bytes of pinned host memory for finished blocks.
     """
 
     max_model_len: int
@@ -93,11 +110,20 @@ class EngineSizes:
     prefill_slots: int
     kv_bytes: int
     setting: str
+    sparse: SparseShape | None = None
+    host_bytes: int = 0
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, all layers together."""
         return self.kv_bytes // self.num_pages
+
+
+def pinnable_bytes(limit: int | None) -> int:
+    """Host bytes that may be pinned: what is asked for, or half of the machine's memory."""
+    if limit is not None:
+        return limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def device_bytes_limit(device: Any) -> int:
@@ -106,6 +132,22 @@ def device_bytes_limit(device: Any) -> int:
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_length(engine: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of a sample that the settings and the checkpoint allow.
+
+    Raises:
+        ConfigError: If the settings ask for more than the checkpoint has positions.
+    """
+    longest = engine.max_model_len or model.max_position_embeddings
+    require(
+        longest <= model.max_position_embeddings,
+        "max_model_len",
+        longest,
+        f"at most {model.max_position_embeddings}, the checkpoint's max_position_embeddings",
+    )
+    return longest
 
 
 def size_engine(
@@ -124,13 +166,7 @@ def size_engine(
         ConfigError: If a sample of `max_model_len` would not fit, with what to change.
     """
     block = model.block_length
-    longest = engine.max_model_len or model.max_position_embeddings
-    require(
-        longest <= model.max_position_embeddings,
-        "max_model_len",
-        longest,
-        f"at most {model.max_position_embeddings}, the checkpoint's max_position_embeddings",
-    )
+    longest = check_length(engine, model)
     rows = engine.max_num_seqs or MAX_ROWS
     page_tokens = round_up(PAGE_TOKENS, block)
     page_bytes = page_tokens * kv_bytes_per_token(model, itemsize)

@@ -23,15 +23,24 @@ from herald_jax._checks import ConfigError, require
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.options import require_block_decoding
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.engine.config import EngineConfig, EngineSizes, device_bytes_limit, size_engine
+from herald_jax.engine.config import (
+    EngineConfig,
+    EngineSizes,
+    device_bytes_limit,
+    pinnable_bytes,
+    size_engine,
+)
 from herald_jax.engine.live import LiveSample, SampleEvent
 from herald_jax.engine.pages import PageAllocator
 from herald_jax.engine.protocols import PendingLike, RunnerLike
 from herald_jax.engine.request import Request, RowProgress
+from herald_jax.engine.retrievals import RowFailure
 from herald_jax.engine.sample import Sample
 from herald_jax.engine.scheduler import Scheduler
 from herald_jax.engine.slot_arrays import RowSampling
 from herald_jax.engine.slot_runner import CommittedBlock, SlotRunner
+from herald_jax.engine.sparse_runner import sparse_runner
+from herald_jax.engine.sparse_sizes import size_sparse_engine
 from herald_jax.models.decoder import (
     Params,
     check_params,
@@ -86,13 +95,26 @@ class LLMEngine:
         leaves = jax.tree.leaves(params)
         device = next(iter(leaves[0].devices()))
         limit = int(device_bytes_limit(device) * self.settings.device_memory_fraction)
-        self.sizes: EngineSizes = size_engine(
-            self.settings,
-            config,
-            itemsize=params["embed_tokens"]["embedding"].dtype.itemsize,
-            free_bytes=limit - sum(leaf.nbytes for leaf in leaves),
-            is_cpu=device.platform == "cpu",
-        )
+        itemsize = params["embed_tokens"]["embedding"].dtype.itemsize
+        free_bytes = limit - sum(leaf.nbytes for leaf in leaves)
+        cache = self.settings.cache
+        if cache is None:
+            self.sizes: EngineSizes = size_engine(
+                self.settings,
+                config,
+                itemsize=itemsize,
+                free_bytes=free_bytes,
+                is_cpu=device.platform == "cpu",
+            )
+        else:
+            self.sizes = size_sparse_engine(
+                self.settings,
+                cache,
+                config,
+                itemsize=itemsize,
+                free_bytes=free_bytes,
+                host_bytes=pinnable_bytes(cache.host_bytes),
+            )
         self._params = params
         self._params_version = 0
         self.scheduler = self._make_scheduler()
@@ -106,7 +128,8 @@ class LLMEngine:
         pages = PageAllocator(
             sizes.num_pages,
             sizes.page_tokens,
-            share_prefixes=settings.share_prefixes,
+            # Keys of blocks that attended to a part of their prefix are their request's own.
+            share_prefixes=settings.share_prefixes and settings.cache is None,
             setting=sizes.setting,
         )
         return Scheduler(
@@ -121,8 +144,10 @@ class LLMEngine:
             prefix_root=self._prefix_root(),
         )
 
-    def _make_runner(self) -> SlotRunner:
-        sizes = self.sizes
+    def _make_runner(self) -> RunnerLike:
+        sizes, cache = self.sizes, self.settings.cache
+        if cache is not None and sizes.sparse is not None:
+            return sparse_runner(self.config, self._params, cache, sizes.sparse)
         return SlotRunner(
             self.config,
             self._params,
@@ -321,14 +346,16 @@ class LLMEngine:
     def _read(self) -> list[SampleEvent]:
         step = self._pending.popleft().step
         try:
-            blocks = step.read()
+            results = step.read()
         except Exception as error:
             return self._fail_step(error)
         self._note_started()
-        return [event for block in blocks for event in self._take(block)]
+        return [event for result in results for event in self._take(result)]
 
-    def _take(self, block: CommittedBlock) -> list[SampleEvent]:
+    def _take(self, block: CommittedBlock | RowFailure) -> list[SampleEvent]:
         sample = self.scheduler.sample_at(block.row, block.epoch)
+        if isinstance(block, RowFailure):
+            return [] if sample is None else self._fail_request(sample.request_id, block.error)
         if sample is None:
             self.scheduler.on_block(block.row, block.epoch, block.index, block.block)
             return []

@@ -34,11 +34,15 @@ class BlockStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeSlot:
-    """A row whose running block takes part; it may run blocks below `block_limit`."""
+    """A row whose running block takes part.
+
+    It may run blocks below `block_limit`, and will never need blocks from `end_block` on.
+    """
 
     row: int
     epoch: int
     block_limit: int
+    end_block: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.engine.plan import StepPlan
+from herald_jax.engine.retrievals import RowFailure
 from herald_jax.engine.slot_arrays import RowSampling
 from herald_jax.engine.slot_runner import CommittedBlock
 
@@ -15,8 +16,8 @@ from herald_jax.engine.slot_runner import CommittedBlock
 class PendingLike(Protocol):
     """What of `engine.slot_runner.PendingStep` the engine uses."""
 
-    def read(self) -> list[CommittedBlock]:
-        """The blocks that the step committed; waits for it."""
+    def read(self) -> Sequence[CommittedBlock | RowFailure]:
+        """The blocks that the step committed, and rows that failed; waits for it."""
         ...
 
 

@@ -414,7 +414,7 @@ class Scheduler:
         """Gives a decoding sample its slot, unless it has no page for its next block."""
         limit = self._pages.block_limit(sample, self._blocks_ahead)
         if limit > sample.next_block:
-            draft.decode.append(DecodeSlot(sample.row, sample.epoch, limit))
+            draft.decode.append(DecodeSlot(sample.row, sample.epoch, limit, sample.end_block))
 
     def _preempt(self, sample: Sample) -> None:
         self._preempted.append((sample.row, sample.epoch))

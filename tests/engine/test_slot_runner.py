@@ -118,7 +118,10 @@ class Driver:
                 ]
         decode = [
             DecodeSlot(
-                row, self.epoch, -(-(len(request.prompt) + request.sampling.max_tokens) // 4)
+                row,
+                self.epoch,
+                block_limit=-(-(len(request.prompt) + request.sampling.max_tokens) // 4),
+                end_block=-(-(len(request.prompt) + request.sampling.max_tokens) // 4),
             )
             for row, request in enumerate(self.requests)
             if not self.rows[row].done

@@ -1,0 +1,47 @@
+"""Sizes of a sparse cache, and the bytes that they come to. Plain Python: no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from herald_jax.configs import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SparseShape:
+    """Sizes of a sparse cache.
+
+    Attributes:
+        rows: Rows that decode at the same time, R.
+        dense_layers: Layers that keep everything on the device.
+        num_pages: Pages of the dense layers' pool.
+        page_tokens: Tokens of a page.
+        pool_tokens: Entries of a row's pool of one layer, C.
+        recent_blocks: Finished blocks of a row's ring.
+        row_tokens: Tokens of the longest text, in whole blocks, S.
+        has_device_store: True if all finished blocks of the sparse layers stay on the device.
+    """
+
+    rows: int
+    dense_layers: int
+    num_pages: int
+    page_tokens: int
+    pool_tokens: int
+    recent_blocks: int
+    row_tokens: int
+    has_device_store: bool
+
+    def device_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes of the arrays of `SparseCache.zeros`."""
+        token = 2 * model.num_kv_heads * model.head_dim * itemsize
+        ring = self.recent_blocks * model.block_length
+        store = self.row_tokens if self.has_device_store else 0
+        row = 2 * self.pool_tokens + ring + store
+        sparse = (model.num_layers - self.dense_layers) * self.rows * row
+        return token * (self.dense_layers * self.num_pages * self.page_tokens + sparse)
+
+    def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes of the host's pool of finished blocks; 0 with the store on the device."""
+        token = 2 * model.num_kv_heads * model.head_dim * itemsize
+        layers = model.num_layers - self.dense_layers
+        return 0 if self.has_device_store else token * layers * self.rows * self.row_tokens

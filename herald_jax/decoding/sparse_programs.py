@@ -1,0 +1,183 @@
+"""The device programs around a sparse cache, as plain functions for the runner to compile.
+
+Each takes the cache first and returns it first, for donation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from herald_jax.cache.sparse import LayerPool, SparseCache
+from herald_jax.configs import ModelConfig
+from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
+from herald_jax.decoding.sparse_slots import SparseStates, run_sparse_slots
+from herald_jax.decoding.steps import DecodingOptions
+from herald_jax.models.decoder import Params, bind
+from herald_jax.retrieval.device import BudgetTable, Selector
+
+
+def step(
+    cache: SparseCache,
+    states: SparseStates,
+    params: Params,
+    tables: Int[Array, "R W"],
+    starts: RowStarts,
+    decode: DecodeSlots,
+    ahead: Int[Array, " A"],
+    options: DecodingOptions,
+    *,
+    model: ModelConfig,
+    spec: ProposalSpec,
+    budget: BudgetTable,
+    is_layerwise: bool,
+) -> tuple[SparseCache, SparseStates, SlotOutput, list[jax.Array]]:
+    """One step, with the lookahead queries of the rows in `ahead`."""
+    return run_sparse_slots(
+        bind(model, params),
+        cache,
+        states,
+        tables,
+        jnp.asarray(budget.pooled),
+        starts,
+        decode,
+        ahead,
+        options,
+        spec,
+        is_exact=False,
+        is_layerwise=is_layerwise and ahead.shape[0] > 0,
+    )
+
+
+def exact_step(
+    cache: SparseCache,
+    states: SparseStates,
+    params: Params,
+    tables: Int[Array, "R W"],
+    starts: RowStarts,
+    decode: DecodeSlots,
+    options: DecodingOptions,
+    targets: Int[Array, " M"],
+    first_mask: Int[Array, " M"],
+    *,
+    model: ModelConfig,
+    spec: ProposalSpec,
+    budget: BudgetTable,
+    selector: Selector,
+) -> tuple[SparseCache, SparseStates]:
+    """Step 0 of some rows over their whole prefix, which also selects for the steps after it.
+
+    This is MAGE's first step (arXiv 2602.14209). `targets` are the blocks that the rows begin,
+    `first_mask` where their masks begin.
+    """
+    nobody = jnp.zeros((0,), jnp.int32)
+    cache, states, _, queries = run_sparse_slots(
+        bind(model, params),
+        cache,
+        states,
+        tables,
+        jnp.asarray(budget.pooled),
+        starts,
+        decode,
+        nobody,
+        options,
+        spec,
+        is_exact=True,
+        is_layerwise=False,
+    )
+    cache = refill(
+        cache, queries, decode.rows, targets, first_mask, budget=budget, selector=selector
+    )
+    return cache, states
+
+
+def refill(
+    cache: SparseCache,
+    queries: Sequence[Float[Array, "M B H D"]],
+    rows: Int[Array, " M"],
+    targets: Int[Array, " M"],
+    first_mask: Int[Array, " M"],
+    *,
+    budget: BudgetTable,
+    selector: Selector,
+) -> SparseCache:
+    """The cache with the pools of blocks `targets` filled from the store on the device."""
+    count = cache.store[0].k.shape[0]
+    pool_rows = jnp.where(rows < count, targets % 2 * count + rows, 2 * count)
+    numbers = budget.at(targets)
+    selected = []
+    for pools, store, q in zip(cache.selected, cache.store, queries, strict=True):
+        prefix = LayerPool(*(jnp.take(x, rows, axis=0, mode="clip") for x in store))
+        selected.append(selector.refill(pools, pool_rows, q, first_mask, prefix, numbers))
+    return cache._replace(selected=tuple(selected))
+
+
+def place_pages(
+    pool: LayerPool,
+    table: Int[Array, " W"],
+    length: Int[Array, ""],
+    k: Float[Array, "1 K S D"],
+    v: Float[Array, "1 K S D"],
+) -> LayerPool:
+    """One dense layer's pages, [N, K, page, D], with a prompt of `length` tokens in them."""
+    pages, kv_heads, page_tokens, dim = pool.k.shape
+    count = k.shape[2] // page_tokens
+    is_text = jnp.arange(count) * page_tokens < length
+    places = jnp.where(is_text, table[:count], pages)
+
+    def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+        new = values[0].reshape(kv_heads, count, page_tokens, dim).transpose(1, 0, 2, 3)
+        return pool.at[places].set(new, mode="drop")
+
+    return LayerPool(put(pool.k, k), put(pool.v, v))
+
+
+def place_recent(
+    ring: LayerPool, row: Int[Array, ""], blocks: Int[Array, ""], prompt: LayerPool, block: int
+) -> LayerPool:
+    """The ring with the last of a prompt's `blocks` whole blocks, each in its slot."""
+    count = ring.k.shape[2] // block
+
+    def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+        for slot in range(count):
+            index = jnp.maximum(blocks - 1 - (blocks - 1 - slot) % count, 0)
+            new = jax.lax.dynamic_slice_in_dim(values, index * block, block, axis=2)
+            pool = jax.lax.dynamic_update_slice(pool, new, (row, 0, slot * block, 0))
+        return pool
+
+    return LayerPool(put(ring.k, prompt.k), put(ring.v, prompt.v))
+
+
+def place_prompt(
+    pools: LayerPool,
+    ring: LayerPool,
+    store: LayerPool | None,
+    row: Int[Array, ""],
+    blocks: Int[Array, ""],
+    first_mask: Int[Array, ""],
+    q: Float[Array, "B H D"] | None,
+    k: Float[Array, "1 K S D"],
+    v: Float[Array, "1 K S D"],
+    *,
+    budget: BudgetTable,
+    selector: Selector,
+) -> tuple[LayerPool, LayerPool, LayerPool | None]:
+    """One sparse layer's part of the cache after a prompt of `blocks` whole blocks.
+
+    The pool of the first decoded block is selected with its own queries, which have seen the
+    whole prompt; without queries it stays as it is.
+    """
+    prompt = LayerPool(k, v)
+    ring = place_recent(ring, row, blocks, prompt, selector.block_length)
+    if q is not None:
+        pool_row = blocks % 2 * ring.k.shape[0] + row
+        pools = selector.refill(
+            pools, pool_row[None], q[None], first_mask[None], prompt, budget.at(blocks[None])
+        )
+    if store is not None:
+        store = LayerPool(store.k.at[row].set(k[0]), store.v.at[row].set(v[0]))
+    return pools, ring, store

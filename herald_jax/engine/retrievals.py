@@ -1,0 +1,147 @@
+"""How the pool of a row's next block gets filled: the strategies of the sparse runner.
+
+A retrieval never owns the device's cache; it takes it and gives it back, and the runner calls it
+between steps only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from herald_jax.cache.sparse import SparseCache
+
+
+class Ask(NamedTuple):
+    """A row that looked ahead: the pool of block `target` is to be filled."""
+
+    row: int
+    epoch: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowFailure:
+    """A stay whose retrieval failed; the other rows go on."""
+
+    row: int
+    epoch: int
+    error: Exception
+
+
+@dataclasses.dataclass(slots=True)
+class RetrievalCounts:
+    """What retrievals cost so far.
+
+    Attributes:
+        recalls: Pools filled.
+        bytes_scanned: Keys read on the host.
+        bytes_gathered: Keys and values copied into staging buffers.
+        bytes_sent: Bytes sent to the device.
+        bytes_kept: Bytes of finished blocks brought to the host.
+        hits: Selected entries that the row's pool before held as well.
+        entries: Selected entries, sinks included.
+        waits: Steps before which every row had to wait for its pool.
+        wait_seconds: Time of these waits.
+    """
+
+    recalls: int = 0
+    bytes_scanned: int = 0
+    bytes_gathered: int = 0
+    bytes_sent: int = 0
+    bytes_kept: int = 0
+    hits: int = 0
+    entries: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+
+
+class Retrieval(Protocol):
+    """Fills pools. `counts` says what it cost so far."""
+
+    counts: RetrievalCounts
+
+    def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
+        """Takes a prompt's keys and values [1, K, S, D] of sparse layer `at`, `n` tokens."""
+        ...
+
+    def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
+        """Takes a block that was committed and is in the row's ring still."""
+        ...
+
+    def ask(
+        self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
+    ) -> SparseCache:
+        """Begins to fill pools; slot i of the queries belongs to `asks[i]`."""
+        ...
+
+    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[Ask], list[RowFailure]]:
+        """Puts into the pools what has come; the pools that are now full, and what failed."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once `poll` has something to tell."""
+        ...
+
+    def cancel(self, row: int, epoch: int) -> None:
+        """Drops what a stay asked for."""
+        ...
+
+    def reset(self) -> None:
+        """Drops everything."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads and frees its memory."""
+        ...
+
+
+class DeviceRetrieval:
+    """Selects from the store on the device, in a program of its own behind the step."""
+
+    def __init__(self, refill: Callable[..., SparseCache], max_rows: int) -> None:
+        self.counts = RetrievalCounts()
+        self._refill, self._max_rows = refill, max_rows
+        self._full: list[Ask] = []
+
+    def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
+        """Nothing: the prompt's keys are in the store."""
+
+    def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
+        """Nothing: the step wrote the block to the store."""
+
+    def ask(
+        self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
+    ) -> SparseCache:
+        """Fills the pools at once."""
+        size = queries[0].shape[0]
+        rows = np.full(size, self._max_rows, np.int32)
+        targets = np.zeros(size, np.int32)
+        for at, ask in enumerate(asks):
+            rows[at], targets[at] = ask.row, ask.target
+        self._full += asks
+        self.counts.recalls += len(asks)
+        return self._refill(cache, list(queries), rows, targets, np.zeros(size, np.int32))
+
+    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[Ask], list[RowFailure]]:
+        """The pools that were asked for since the last call."""
+        full, self._full = self._full, []
+        return cache, full, []
+
+    def wait(self) -> None:
+        """Nothing: a later program of the device sees what an earlier one wrote."""
+
+    def cancel(self, row: int, epoch: int) -> None:
+        """Forgets what a stay asked for."""
+        self._full = [ask for ask in self._full if (ask.row, ask.epoch) != (row, epoch)]
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._full = []
+
+    def close(self) -> None:
+        """Nothing: it has no threads."""

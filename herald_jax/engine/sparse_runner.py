@@ -1,0 +1,423 @@
+"""Runs step plans over a sparse cache: prefill by layers, steps, lookahead, pools.
+
+Ownership: this object owns the device's cache and the rows' states. Every program that writes
+takes them by donation, in the order of its dispatch, and its results replace them. A retrieval
+may fill a pool only between steps and only of the parity that the row's running block does not
+read, and the row may run a block only once its pool is full: a retrieval that is late makes
+the row wait, and one that fails ends it.
+
+A row's prompt is collected from the plans and goes through the layers when the row begins. The
+steps of other rows stand still meanwhile, for as long as that one prompt takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from herald_jax.cache.paged import PagedCache
+from herald_jax.cache.shape import SparseShape
+from herald_jax.cache.sparse import LayerPool, SparseCache
+from herald_jax.cache_config import CacheConfig
+from herald_jax.configs import ModelConfig
+from herald_jax.decoding import sparse_programs
+from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerPrefill
+from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.decoding.slots import DecodeSlots, SlotOutput
+from herald_jax.decoding.sparse_slots import SparseStates
+from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, StepPlan
+from herald_jax.engine.retrievals import Ask, DeviceRetrieval, Retrieval, RowFailure
+from herald_jax.engine.slot_arrays import (
+    FILTERED,
+    GREEDY,
+    SAMPLED,
+    RowSampling,
+    SlotArrays,
+    row_bucket,
+)
+from herald_jax.engine.slot_runner import CommittedBlock, PendingStep
+from herald_jax.engine.stays import Stay
+from herald_jax.models.decoder import Params
+from herald_jax.retrieval.device import BudgetTable, Selector
+
+
+class SparsePendingStep:
+    """A step that was dispatched; reading it tells the runner what was committed."""
+
+    def __init__(
+        self,
+        slots: Sequence[DecodeSlot],
+        output: SlotOutput | None,
+        on_read: Callable[[list[CommittedBlock]], list[RowFailure]],
+    ) -> None:
+        self._step = None if output is None else PendingStep(slots, output)
+        self._on_read = on_read
+
+    def read(self) -> list[CommittedBlock | RowFailure]:
+        """The blocks that the step committed, and the rows that have failed; waits for it."""
+        blocks = [] if self._step is None else self._step.read()
+        return [*blocks, *self._on_read(blocks)]
+
+
+class SparseRunner:
+    """The device side of the engine with a sparse cache.
+
+    Args:
+        config: The model.
+        params: Its parameters, on the device.
+        cache: What is selected, from where, and when.
+        shape: Sizes of the device's cache.
+        retrieval: Fills the pools, instead of the one on the device.
+
+    Attributes:
+        params: Parameters of the next step; others of the same shapes may be put in their place.
+        compile_seconds: Time that programs took to compile so far.
+        retrieval: What fills the pools.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        cache: CacheConfig,
+        shape: SparseShape,
+        retrieval: Retrieval | None = None,
+    ) -> None:
+        self.config, self.params, self.compile_seconds = config, params, 0.0
+        self._settings, self._shape = cache, shape
+        self.max_rows = shape.rows
+        block = config.block_length
+        budget = cache.budget_of(block)
+        blocks = shape.row_tokens // block + 2
+        self._static: dict[str, Any] = dict(
+            budget=BudgetTable.of(budget, blocks),
+            selector=Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens),
+        )
+        self._prefill = LayerPrefill(
+            config,
+            capacity=shape.row_tokens,
+            chunk_tokens=max(CHUNK_TOKENS // block, 1) * block,
+        )
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._arrays = SlotArrays(config, shape.rows)
+        self.retrieval = retrieval or DeviceRetrieval(self._refill, shape.rows)
+        self._tables = np.zeros((shape.rows, shape.row_tokens // shape.page_tokens), np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the device's state anew: an empty cache, and no row that has begun."""
+        self.retrieval.reset()
+        dtype = self.params["embed_tokens"]["embedding"].dtype
+        self._cache: Any = None  # the old one goes first: there may be no room for two
+        self._cache = SparseCache.zeros(self.config, self._shape, dtype)
+        self._states = SparseStates.empty(self.max_rows, self.config.block_length)
+        self._device_tables = jnp.array(self._tables, copy=True)
+        self._arrays.reset()
+        self._stays: dict[int, Stay] = {}
+        self._prompts: dict[int, tuple[int, list[int]]] = {}
+        self._failures: list[RowFailure] = []
+        self._number = 0
+
+    def close(self) -> None:
+        """Ends the retrieval's threads."""
+        self.retrieval.close()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the device's cache."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
+
+    def dispatch(
+        self, plan: StepPlan, options: dict[int, RowSampling]
+    ) -> Sequence[SparsePendingStep]:
+        """Sends a plan to the device; it waits only where no row has its pool.
+
+        Args:
+            plan: The next plan.
+            options: Options of the rows that the plan starts.
+
+        Returns:
+            The step that decodes; none if the plan only prefills.
+        """
+        self._number += 1
+        for table in plan.tables:
+            self._tables[table.row, : len(table.pages)] = table.pages
+        if plan.tables:
+            self._device_tables = jnp.array(self._tables, copy=True)
+        self._drop_stays(plan)
+        self._collect(plan.prefill)
+        for start in plan.starts:
+            self._arrays.set_row(start.row, options[start.row])
+            self._begin(start)
+        if not plan.decode:
+            return []
+        self._poll()
+        if self._settings.lookahead:
+            self._wait_for_a_pool(plan.decode)
+            starts = plan.starts
+        else:
+            self._run_exact(plan)
+            starts = ()
+        limits = [self._limit(slot) for slot in plan.decode]
+        output = self._run(plan.decode, limits, starts)
+        read = functools.partial(self._on_read, self._number)
+        return [SparsePendingStep(plan.decode, output, read)]
+
+    def warmup(self, specs: Sequence[ProposalSpec] = (GREEDY, SAMPLED, FILTERED)) -> None:
+        """Compiles, ahead of time, all programs that steps with these facts can need."""
+        self._prefill.warmup(self.params)
+        sizes = sorted({row_bucket(n, self.max_rows) for n in range(1, self.max_rows + 1)})
+        for spec in specs:
+            for size in sizes:
+                decode = self._decode_slots((), [], size)
+                options = self._arrays.gather((), size)[0]
+                aheads = [0, *(n for n in sizes if n <= size)] if self._settings.lookahead else [0]
+                for ahead in aheads:
+                    self._step_program(decode, np.full(ahead, self.max_rows), options, spec)
+                if not self._settings.lookahead:
+                    self._exact_program(decode, options, spec)
+
+    def _drop_stays(self, plan: StepPlan) -> None:
+        here = {slot.row: slot.epoch for slot in plan.decode}
+        for row, stay in list(self._stays.items()):
+            if here.get(row) != stay.epoch:
+                self.retrieval.cancel(row, stay.epoch)
+                del self._stays[row]
+
+    def _collect(self, prefill: Sequence[PrefillSlot]) -> None:
+        for slot in prefill:
+            epoch, tokens = self._prompts.get(slot.row, (slot.epoch, []))
+            if epoch != slot.epoch:
+                tokens = []
+            if len(tokens) != slot.index * self.config.block_length:
+                raise RuntimeError(f"row {slot.row} lacks the blocks before block {slot.index}")
+            self._prompts[slot.row] = (slot.epoch, [*tokens, *slot.token_ids])
+
+    def _begin(self, start: BlockStart) -> None:
+        """Prefills a row's prompt and fills its first pool."""
+        row, epoch = start.row, start.epoch
+        known, tokens = self._prompts.pop(row, (epoch, []))
+        if known != epoch or len(tokens) != start.index * self.config.block_length:
+            raise RuntimeError(f"row {row} begins block {start.index} without its prompt")
+        looks = self._settings.lookahead
+        tail = np.asarray(start.tail, np.int32) if looks else None
+        blocks, first = np.int32(start.index), np.int32(len(start.tail))
+        prompt = np.asarray(tokens, np.int32)
+        dense = self._shape.dense_layers
+        for layer, k, v, q in self._prefill.layers(self.params, prompt, tail):
+            if layer < dense:
+                self._place_pages(layer, row, len(tokens), k, v)
+            else:
+                self._place_prompt(layer - dense, row, blocks, first, q, k, v)
+                self.retrieval.take_layer(row, epoch, layer - dense, k, v, len(tokens))
+            del k, v, q
+        # Without lookahead nothing is ready before the row's exact step.
+        ready = start.index if looks else start.index - 1
+        self._stays[row] = Stay(epoch=epoch, block=start.index, ready=ready, tail=len(start.tail))
+
+    def _poll(self) -> None:
+        self._cache, full, failures = self.retrieval.poll(self._cache)
+        for ask in full:
+            stay = self._stays.get(ask.row)
+            if stay is not None and stay.epoch == ask.epoch:
+                stay.ready = ask.target
+        self._failures += failures
+
+    def _wait_for_a_pool(self, decode: Sequence[DecodeSlot]) -> None:
+        """Waits where no row could do anything in this step."""
+        while not self._failures and not any(self._can_run(slot.row) for slot in decode):
+            begin = time.perf_counter()
+            self.retrieval.wait()
+            self._poll()
+            self.retrieval.counts.waits += 1
+            self.retrieval.counts.wait_seconds += time.perf_counter() - begin
+
+    def _can_run(self, row: int) -> bool:
+        stay = self._stays[row]
+        # A block that has begun may not be done yet, as far as the host can tell.
+        return stay.ready >= stay.block
+
+    def _limit(self, slot: DecodeSlot) -> int:
+        return min(slot.block_limit, self._stays[slot.row].allow(self._number))
+
+    def _run(
+        self, decode: Sequence[DecodeSlot], limits: Sequence[int], starts: Sequence[BlockStart]
+    ) -> SlotOutput:
+        size = row_bucket(len(decode), self.max_rows)
+        options, spec, _ = self._arrays.options(decode, size)
+        asks = [ask for slot in decode if (ask := self._ask(slot)) is not None]
+        width = min(row_bucket(len(asks), self.max_rows), size) if asks else 0
+        ahead = np.full(width, self.max_rows, np.int32)
+        ahead[: len(asks)] = [ask.row for ask in asks]
+        slots = self._decode_slots(decode, limits, size)
+        program = self._step_program(slots, ahead, options, spec)
+        begins = self._arrays.starts(starts) if starts else self._arrays.no_starts
+        self._cache, self._states, output, queries = program(
+            self._cache,
+            self._states,
+            self.params,
+            self._device_tables,
+            begins,
+            slots,
+            ahead,
+            options,
+        )
+        if asks:
+            self._cache = self.retrieval.ask(self._cache, queries, asks)
+        return output
+
+    def _ask(self, slot: DecodeSlot) -> Ask | None:
+        """The row's lookahead, if this step is to have it."""
+        stay = self._stays[slot.row]
+        is_last = stay.block + 1 >= slot.end_block
+        looks = self._settings.lookahead and stay.looks_ahead(self._number)
+        if is_last or not looks:
+            return None
+        stay.has_looked = True
+        return Ask(slot.row, slot.epoch, stay.block + 1)
+
+    def _run_exact(self, plan: StepPlan) -> None:
+        """Step 0 of the rows that begin a block, over their whole prefix."""
+        decode = [s for s in plan.decode if self._stays[s.row].ready < self._stays[s.row].block]
+        if not decode:
+            return
+        size = row_bucket(len(decode), self.max_rows)
+        options, spec, _ = self._arrays.options(decode, size)
+        targets, first = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        for at, slot in enumerate(decode):
+            stay = self._stays[slot.row]
+            targets[at], first[at] = stay.block, stay.tail
+            stay.ready = stay.block
+        slots = self._decode_slots(decode, [slot.block_limit for slot in decode], size)
+        begins = self._arrays.starts(plan.starts)
+        self._cache, self._states = self._exact_program(slots, options, spec)(
+            self._cache,
+            self._states,
+            self.params,
+            self._device_tables,
+            begins,
+            slots,
+            options,
+            targets,
+            first,
+        )
+
+    def _decode_slots(
+        self, decode: Sequence[DecodeSlot], limits: Sequence[int], size: int
+    ) -> DecodeSlots:
+        rows, block_limits = np.full(size, self.max_rows, np.int32), np.zeros(size, np.int32)
+        rows[: len(decode)] = [slot.row for slot in decode]
+        block_limits[: len(decode)] = limits
+        arrays = self._arrays
+        stops = arrays.options(decode, size)[2] if decode else arrays.gather((), size)[2]
+        return DecodeSlots(rows, block_limits, stops)  # type: ignore[arg-type]
+
+    def _on_read(self, number: int, blocks: list[CommittedBlock]) -> list[RowFailure]:
+        for block in blocks:
+            stay = self._stays.get(block.row)
+            if stay is not None and stay.epoch == block.epoch:
+                stay.on_commit(block.index, number)
+                self.retrieval.take_block(self._cache, block.row, block.epoch, block.index)
+        failures, self._failures = self._failures, []
+        return failures
+
+    # Programs. Each is compiled once for its shapes.
+
+    def _compiled(self, key: Any, function: Callable[..., Any], *args: Any, donate: Any) -> Any:
+        if key not in self._programs:
+            begin = time.perf_counter()
+            jitted = jax.jit(function, donate_argnums=donate)
+            self._programs[key] = jitted.lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - begin
+        return self._programs[key]
+
+    def _step_program(
+        self, decode: DecodeSlots, ahead: np.ndarray, options: Any, spec: ProposalSpec
+    ) -> Any:
+        step = functools.partial(
+            sparse_programs.step,
+            model=self.config,
+            spec=spec,
+            budget=self._static["budget"],
+            is_layerwise=self._settings.retrieval == "layerwise",
+        )
+        return self._compiled(
+            ("step", decode.rows.shape[0], len(ahead), spec),
+            step,
+            self._cache,
+            self._states,
+            self.params,
+            self._device_tables,
+            self._arrays.no_starts,
+            decode,
+            np.asarray(ahead, np.int32),
+            options,
+            donate=(0, 1),
+        )
+
+    def _exact_program(self, decode: DecodeSlots, options: Any, spec: ProposalSpec) -> Any:
+        step = functools.partial(
+            sparse_programs.exact_step, model=self.config, spec=spec, **self._static
+        )
+        ints = np.zeros(decode.rows.shape[0], np.int32)
+        return self._compiled(
+            ("exact", len(ints), spec),
+            step,
+            self._cache,
+            self._states,
+            self.params,
+            self._device_tables,
+            self._arrays.no_starts,
+            decode,
+            options,
+            ints,
+            ints,
+            donate=(0, 1),
+        )
+
+    def _refill(self, cache: SparseCache, *args: Any) -> SparseCache:
+        refill = functools.partial(sparse_programs.refill, **self._static)
+        program = self._compiled(("refill", len(args[1])), refill, cache, *args, donate=(0,))
+        return program(cache, *args)
+
+    def _place_pages(self, layer: int, row: int, length: int, k: Any, v: Any) -> None:
+        dense = self._cache.dense
+        pool = LayerPool(dense.k[layer], dense.v[layer])
+        args = (pool, self._tables[row], np.int32(length), k, v)
+        program = self._compiled("pages", sparse_programs.place_pages, *args, donate=(0,))
+        pool = program(*args)
+        keys, values = list(dense.k), list(dense.v)
+        keys[layer], values[layer] = pool.k, pool.v
+        self._cache = self._cache._replace(dense=PagedCache(tuple(keys), tuple(values)))
+
+    def _place_prompt(
+        self, at: int, row: int, blocks: np.int32, first: np.int32, q: Any, k: Any, v: Any
+    ) -> None:
+        cache: SparseCache = self._cache
+        store = cache.store[at] if cache.store else None
+        place = functools.partial(sparse_programs.place_prompt, **self._static)
+        args = (cache.selected[at], cache.recent[at], store, np.int32(row), blocks, first, q, k, v)
+        program = self._compiled(("prompt", q is None), place, *args, donate=(0, 1, 2))
+        pools, ring, store = program(*args)
+
+        def replaced(pools: tuple[LayerPool, ...], new: LayerPool | None) -> Any:
+            return pools if new is None else (*pools[:at], new, *pools[at + 1 :])
+
+        self._cache = cache._replace(
+            selected=replaced(cache.selected, pools),
+            recent=replaced(cache.recent, ring),
+            store=replaced(cache.store, store),
+        )
+
+
+def sparse_runner(
+    config: ModelConfig, params: Params, cache: CacheConfig, shape: SparseShape
+) -> SparseRunner:
+    """A runner with the retrieval that the cache's placement asks for."""
+    return SparseRunner(config, params, cache, shape)
