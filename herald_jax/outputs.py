@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from herald_jax.cache.budget import BlockAccount
+
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: a stop id or string; `length`: `max_tokens`; `abort`: interrupted."""
 
@@ -22,6 +24,8 @@ class SampleStats:
         ttft_seconds: Time from its arrival until its first block was there, `None` if none was.
         reused_tokens: Prompt tokens that were not prefilled, as another prompt began alike.
         preemptions: How often it was set back to its last finished block, for want of memory.
+        accounts: For each of its blocks, what it attended to in a sparse layer and what was read
+            and sent for it; empty with a dense cache.
 
     No time includes the compilation of programs.
     """
@@ -34,6 +38,7 @@ class SampleStats:
     ttft_seconds: float | None
     reused_tokens: int
     preemptions: int
+    accounts: list[BlockAccount] = dataclasses.field(default_factory=list)
 
     @property
     def forwards(self) -> int:

@@ -44,6 +44,38 @@ class BlockCounts:
         return self.sinks + self.selected
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecallAccount:
+    """What it took to fill one row's pool from host memory, all sparse layers together.
+
+    Attributes:
+        bytes_scanned: Keys that were scored.
+        bytes_gathered: Keys and values copied to where they are sent from.
+        bytes_sent: Bytes sent to the device.
+        hit_share: Share of the entries that the row's pool before held as well.
+        seconds: Time from the request until the last entry was ready to be sent.
+    """
+
+    bytes_scanned: int
+    bytes_gathered: int
+    bytes_sent: int
+    hit_share: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockAccount:
+    """What one block attended to in each sparse layer, and what its pool cost.
+
+    Attributes:
+        counts: Tokens by kind.
+        recall: The recall that filled its pool; `None` if no host memory was read for it.
+    """
+
+    counts: BlockCounts
+    recall: RecallAccount | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
     """The rule that gives a block its counts.

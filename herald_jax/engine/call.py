@@ -91,7 +91,7 @@ class CallRequest:
                 reused_tokens=sum(sample.reused_tokens for sample in samples),
                 preemptions=sum(sample.preemptions for sample in samples),
                 kv_device_bytes=sizes.kv_bytes,
-                kv_host_bytes=0,
+                kv_host_bytes=sizes.host_bytes,
                 kv_request_bytes=sum(sample.peak_pages for sample in samples) * sizes.page_bytes,
             ),
             error=None if self.error is None else f"{type(self.error).__name__}: {self.error}",

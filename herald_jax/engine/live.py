@@ -61,6 +61,7 @@ class LiveSample:
             ttft_seconds=None if first is None else first - self.arrived,
             reused_tokens=self.reused_tokens,
             preemptions=self.preemptions,
+            accounts=list(self.progress.accounts),
         )
         return self.progress.output(self.sample_index, self.seed, stats)
 

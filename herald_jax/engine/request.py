@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from herald_jax.cache.budget import BlockAccount
 from herald_jax.engine.detokenizer import TextStream
 from herald_jax.outputs import CompletionOutput, FinishReason, SampleStats
 from herald_jax.sampling import SamplingParams
@@ -59,6 +60,7 @@ class RowBlock(NamedTuple):
     confidences: Float[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]
     steps: int
+    account: BlockAccount | None = None
 
 
 class RowProgress:
@@ -67,6 +69,7 @@ class RowProgress:
     Attributes:
         token_ids: Tokens so far, a stop id included.
         steps_per_block: Denoising forwards of each block so far.
+        accounts: What each block attended to so far; empty with a dense cache.
         finish_reason: `None` while the sample is running.
         stop_reason: The stop id or stop string that ended it, if one did.
     """
@@ -91,6 +94,7 @@ class RowProgress:
         self._confidences: list[float] = []
         self._logprobs: list[float] = []
         self.steps_per_block: list[int] = []
+        self.accounts: list[BlockAccount] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -105,6 +109,8 @@ class RowProgress:
         if new.size == 0:
             raise RuntimeError("the runner returned a block without a generated token")
         self.steps_per_block.append(int(block.steps))
+        if block.account is not None:
+            self.accounts.append(block.account)
         ids = [int(token_id) for token_id in block.token_ids[new]]
         kept = self._max_tokens - len(self.token_ids)
         reason: FinishReason | None = "length" if len(ids) >= kept else None

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from herald_jax.cache.budget import RecallAccount
 from herald_jax.cache.sparse import SparseCache
 
 
@@ -60,6 +61,13 @@ class RetrievalCounts:
     wait_seconds: float = 0.0
 
 
+class FullPool(NamedTuple):
+    """A pool that is full, and what that took if host memory was read."""
+
+    ask: Ask
+    recall: RecallAccount | None
+
+
 class Retrieval(Protocol):
     """Fills pools. `counts` says what it cost so far."""
 
@@ -79,7 +87,7 @@ class Retrieval(Protocol):
         """Begins to fill pools; slot i of the queries belongs to `asks[i]`."""
         ...
 
-    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[Ask], list[RowFailure]]:
+    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[FullPool], list[RowFailure]]:
         """Puts into the pools what has come; the pools that are now full, and what failed."""
         ...
 
@@ -127,10 +135,10 @@ class DeviceRetrieval:
         self.counts.recalls += len(asks)
         return self._refill(cache, list(queries), rows, targets, np.zeros(size, np.int32))
 
-    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[Ask], list[RowFailure]]:
+    def poll(self, cache: SparseCache) -> tuple[SparseCache, list[FullPool], list[RowFailure]]:
         """The pools that were asked for since the last call."""
         full, self._full = self._full, []
-        return cache, full, []
+        return cache, [FullPool(ask, None) for ask in full], []
 
     def wait(self) -> None:
         """Nothing: a later program of the device sees what an earlier one wrote."""

@@ -12,6 +12,7 @@ steps of other rows stand still meanwhile, for as long as that one prompt takes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from herald_jax.cache.budget import BlockAccount
 from herald_jax.cache.paged import PagedCache
 from herald_jax.cache.shape import SparseShape
 from herald_jax.cache.sparse import LayerPool, SparseCache
@@ -54,7 +56,7 @@ class SparsePendingStep:
         self,
         slots: Sequence[DecodeSlot],
         output: SlotOutput | None,
-        on_read: Callable[[list[CommittedBlock]], list[RowFailure]],
+        on_read: Callable[[list[CommittedBlock]], list[CommittedBlock | RowFailure]],
     ) -> None:
         self._step = None if output is None else PendingStep(slots, output)
         self._on_read = on_read
@@ -62,7 +64,7 @@ class SparsePendingStep:
     def read(self) -> list[CommittedBlock | RowFailure]:
         """The blocks that the step committed, and the rows that have failed; waits for it."""
         blocks = [] if self._step is None else self._step.read()
-        return [*blocks, *self._on_read(blocks)]
+        return self._on_read(blocks)
 
 
 class SparseRunner:
@@ -93,10 +95,10 @@ class SparseRunner:
         self._settings, self._shape = cache, shape
         self.max_rows = shape.rows
         block = config.block_length
-        budget = cache.budget_of(block)
+        self._budget = cache.budget_of(block)
         blocks = shape.row_tokens // block + 2
         self._static: dict[str, Any] = dict(
-            budget=BudgetTable.of(budget, blocks),
+            budget=BudgetTable.of(self._budget, blocks),
             selector=Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens),
         )
         self._prefill = LayerPrefill(
@@ -104,6 +106,7 @@ class SparseRunner:
             capacity=shape.row_tokens,
             chunk_tokens=max(CHUNK_TOKENS // block, 1) * block,
         )
+        self._is_prefill_warm = False
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._arrays = SlotArrays(config, shape.rows)
         self.retrieval = retrieval or DeviceRetrieval(self._refill, shape.rows)
@@ -171,7 +174,7 @@ class SparseRunner:
 
     def warmup(self, specs: Sequence[ProposalSpec] = (GREEDY, SAMPLED, FILTERED)) -> None:
         """Compiles, ahead of time, all programs that steps with these facts can need."""
-        self._prefill.warmup(self.params)
+        self._warm_prefill()
         sizes = sorted({row_bucket(n, self.max_rows) for n in range(1, self.max_rows + 1)})
         for spec in specs:
             for size in sizes:
@@ -182,6 +185,13 @@ class SparseRunner:
                     self._step_program(decode, np.full(ahead, self.max_rows), options, spec)
                 if not self._settings.lookahead:
                     self._exact_program(decode, options, spec)
+
+    def _warm_prefill(self) -> None:
+        if not self._is_prefill_warm:
+            begin = time.perf_counter()
+            self._prefill.warmup(self.params)
+            self.compile_seconds += time.perf_counter() - begin
+            self._is_prefill_warm = True
 
     def _drop_stays(self, plan: StepPlan) -> None:
         here = {slot.row: slot.epoch for slot in plan.decode}
@@ -209,6 +219,8 @@ class SparseRunner:
         tail = np.asarray(start.tail, np.int32) if looks else None
         blocks, first = np.int32(start.index), np.int32(len(start.tail))
         prompt = np.asarray(tokens, np.int32)
+        if tokens:
+            self._warm_prefill()
         dense = self._shape.dense_layers
         for layer, k, v, q in self._prefill.layers(self.params, prompt, tail):
             if layer < dense:
@@ -223,10 +235,10 @@ class SparseRunner:
 
     def _poll(self) -> None:
         self._cache, full, failures = self.retrieval.poll(self._cache)
-        for ask in full:
-            stay = self._stays.get(ask.row)
-            if stay is not None and stay.epoch == ask.epoch:
-                stay.ready = ask.target
+        for (row, epoch, target), recall in full:
+            stay = self._stays.get(row)
+            if stay is not None and stay.epoch == epoch:
+                stay.fill(target, recall)
         self._failures += failures
 
     def _wait_for_a_pool(self, decode: Sequence[DecodeSlot]) -> None:
@@ -318,14 +330,21 @@ class SparseRunner:
         stops = arrays.options(decode, size)[2] if decode else arrays.gather((), size)[2]
         return DecodeSlots(rows, block_limits, stops)  # type: ignore[arg-type]
 
-    def _on_read(self, number: int, blocks: list[CommittedBlock]) -> list[RowFailure]:
+    def _on_read(
+        self, number: int, blocks: list[CommittedBlock]
+    ) -> list[CommittedBlock | RowFailure]:
+        """The blocks with their accounts, and the failures since the last read."""
+        results: list[CommittedBlock | RowFailure] = []
         for block in blocks:
             stay = self._stays.get(block.row)
             if stay is not None and stay.epoch == block.epoch:
-                stay.on_commit(block.index, number)
+                recall = stay.on_commit(block.index, number)
+                account = BlockAccount(self._budget.counts(block.index), recall)
+                new = block.block._replace(account=account)
+                results.append(dataclasses.replace(block, block=new))
                 self.retrieval.take_block(self._cache, block.row, block.epoch, block.index)
         failures, self._failures = self._failures, []
-        return failures
+        return [*results, *failures]
 
     # Programs. Each is compiled once for its shapes.
 

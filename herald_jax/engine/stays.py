@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from herald_jax.cache.budget import RecallAccount
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stay:
@@ -22,6 +24,7 @@ class Stay:
         began: Step that was step 0 of `block`; `None` if it has not begun.
         has_looked: True once the pool of the block after `block` has been asked for.
         tail: Known tokens at the beginning of `block`.
+        recall: What filled the pool of `block`, if it was read from the host.
     """
 
     epoch: int
@@ -30,6 +33,8 @@ class Stay:
     began: int | None = None
     has_looked: bool = False
     tail: int = 0
+    recall: RecallAccount | None = None
+    _next_recall: RecallAccount | None = None
     _sent: int = -1
     _sent_at: int = 0
 
@@ -45,10 +50,16 @@ class Stay:
         """True if the row should look ahead in this step, which is not its block's first."""
         return self.began is not None and step > self.began and not self.has_looked
 
-    def on_commit(self, index: int, step: int) -> None:
-        """Notes that this step was the commit pass of a block."""
+    def fill(self, target: int, recall: RecallAccount | None) -> None:
+        """Notes that the pool of the block after the running one is full."""
+        self.ready, self._next_recall = target, recall
+
+    def on_commit(self, index: int, step: int) -> RecallAccount | None:
+        """Notes that this step was the commit pass of a block; what filled the block's pool."""
         if index != self.block:
             raise RuntimeError(f"block {index} was committed, but block {self.block} was running")
+        recall, self.recall, self._next_recall = self.recall, self._next_recall, None
         self.block, self.tail, self.has_looked = index + 1, 0, False
         # A step that was sent since then may have begun the next block already.
         self.began = max(step + 1, self._sent_at) if self._sent > index else None
+        return recall

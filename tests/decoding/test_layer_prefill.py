@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from herald_jax._checks import ConfigError
-from herald_jax.cache import DenseCache
+from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding import layer_prefill
 from herald_jax.decoding.layer_prefill import LayerPrefill
