@@ -42,8 +42,11 @@ class SamplingParams:
         stop_token_ids: Ids that end the text besides the model's own.
         ignore_eos: True if the model's own stop ids do not end the text.
         strategy: Name of the unmask rule.
-        threshold: Confidence above which `low_confidence_dynamic` commits; 0.9 if unset.
+        threshold: Confidence above which `low_confidence_dynamic` commits, or from which on
+            `threshold` does; 0.9 if unset.
         entropy_bound: Nats that `entropy_bounded` may commit a step; 0.35 if unset.
+        factor: What (n + 1) (1 - confidence) of the n-th surest position has to stay below for
+            `factor` to commit n; 1 if unset.
         denoising_steps: Most denoising steps a block may take, 1..block length; the block
             length if unset. Every rule commits at least the schedule's share each step.
         confidence: Distribution that confidences come from: `raw` (softmax of the logits),
@@ -62,6 +65,7 @@ class SamplingParams:
     strategy: str = "low_confidence_dynamic"
     threshold: float | None = None
     entropy_bound: float | None = None
+    factor: float | None = None
     denoising_steps: int | None = None
     confidence: str = "raw"
 
@@ -115,6 +119,8 @@ class SamplingParams:
             require_float("threshold", self.threshold, 0.0, 1.0, "a number in [0, 1]")
         if self.entropy_bound is not None:
             require_float("entropy_bound", self.entropy_bound, 0.0, 1e6, "nats, >= 0")
+        if self.factor is not None:
+            require_float("factor", self.factor, 0.0, 1e6, "a number >= 0")
 
     @property
     def rule_option(self) -> float:

@@ -218,6 +218,21 @@ def choose(
             row.watch(*(confidence[i] - threshold for i in masked))
         above = [i for i in masked if confidence[i] > threshold]
         return above if len(above) >= owed else best_first(confidence, owed, row)
+    if sampling.strategy == "threshold":
+        threshold = 0.9 if sampling.threshold is None else sampling.threshold
+        if row is not None:
+            row.watch(*(confidence[i] - threshold for i in masked))
+        sure = {i for i in masked if confidence[i] >= threshold}
+        return sorted(sure.union(best_first(confidence, owed, row)))
+    if sampling.strategy == "factor":
+        factor = 1.0 if sampling.factor is None else sampling.factor
+        fitting = 0
+        for n, i in enumerate(best_first(confidence, len(masked)), start=1):
+            if row is not None:
+                row.watch((n + 1) * (1 - confidence[i]) - factor)
+            if (n + 1) * (1 - confidence[i]) < factor:
+                fitting = n
+        return best_first(confidence, max(fitting, owed), row)
     assert sampling.strategy == "entropy_bounded"
     bound = 0.35 if sampling.entropy_bound is None else sampling.entropy_bound
     total, count = 0.0, 0
@@ -300,7 +315,9 @@ def decode(
     return row
 
 
-def assert_row(output: Any, index: int, expected: Decoded, tolerance: float = 1e-4) -> None:
+def assert_row(
+    output: Any, index: int, expected: Decoded, tolerance: float = 1e-4, *, commit_passes: int = 1
+) -> None:
     """Compares one row of a `GenerationOutput` with the oracle's."""
     length = len(expected.tokens)
     tokens, steps = np.asarray(output.tokens)[index], np.asarray(output.unmask_steps)[index]
@@ -312,7 +329,7 @@ def assert_row(output: Any, index: int, expected: Decoded, tolerance: float = 1e
     blocks = len(expected.steps_per_block)
     done = np.asarray(output.steps_per_block)[index]
     assert done[:blocks].tolist() == expected.steps_per_block and not done[blocks:].any()
-    assert int(output.forwards[index]) == sum(expected.steps_per_block) + blocks
+    assert int(output.forwards[index]) == sum(expected.steps_per_block) + commit_passes * blocks
     for name in ("confidences", "logprobs"):
         values = np.asarray(getattr(output, name))[index]
         np.testing.assert_allclose(values[:length], getattr(expected, name), atol=tolerance)

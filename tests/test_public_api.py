@@ -21,6 +21,8 @@ PUBLIC = {
     "GenerationOutput",
     "generate",
     "generate_program",
+    "generate_bidirectional",
+    "generate_bidirectional_program",
     "pad_prompts",
     "load_params",
     "AsyncLLM",

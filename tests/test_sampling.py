@@ -42,6 +42,8 @@ from herald_jax.sampling import SamplingParams
         ({"threshold": 1.5}, "threshold=1.5"),
         ({"threshold": 0.9, "strategy": "sequential"}, "threshold=0.9.*sequential"),
         ({"entropy_bound": 0.3}, "entropy_bound=0.3.*low_confidence_dynamic"),
+        ({"factor": 1.0}, "factor=1.0.*low_confidence_dynamic"),
+        ({"factor": -0.5, "strategy": "factor"}, "factor=-0.5"),
         ({"entropy_bound": -1.0, "strategy": "entropy_bounded"}, "entropy_bound=-1.0"),
         (
             {"threshold": 0.9, "entropy_bound": 0.3, "strategy": "entropy_bounded"},
@@ -76,6 +78,8 @@ def test_rule_options_have_defaults() -> None:
     assert SamplingParams(threshold=0).rule_option == 0.0
     assert SamplingParams(strategy="entropy_bounded").rule_option == 0.35
     assert SamplingParams(strategy="sequential").rule_option == 0.0
+    assert SamplingParams(strategy="threshold").rule_option == 0.9
+    assert SamplingParams(strategy="factor").rule_option == 1.0
 
 
 def test_limits_are_inclusive() -> None:

@@ -50,10 +50,13 @@ SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "stop_token_ids": dict(type=int, nargs="+", metavar="ID", help="ids that end the output"),
     "ignore_eos": dict(action="store_true", help="go on past the model's own stop ids"),
     "strategy": dict(help="unmask rule, such as low_confidence_dynamic; a wrong name lists all"),
-    "threshold": dict(type=float, metavar="C", help="confidence that low_confidence_dynamic asks"),
+    "threshold": dict(
+        type=float, metavar="C", help="confidence that low_confidence_dynamic or threshold asks"
+    ),
     "entropy_bound": dict(
         type=float, metavar="NATS", help="what entropy_bounded may commit a step"
     ),
+    "factor": dict(type=float, metavar="F", help="how much doubt factor allows; 1 if left out"),
     "denoising_steps": dict(type=int, metavar="N", help="most denoising steps of a block"),
     "confidence": dict(help="distribution that confidences come from: raw, scaled or filtered"),
 }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
+from jaxtyping import Array, Int, Integer, UInt32
 
 from herald_jax._checks import require, require_int
 from herald_jax.cache.dense import DenseCache
@@ -30,56 +30,21 @@ from herald_jax.decoding.options import (
     stop_ids,
 )
 from herald_jax.decoding.steps import BlockState, decode_block, prefill_chunk
+from herald_jax.decoding.texts import GenerationOutput, Texts
 from herald_jax.models.decoder import Decoder, Params, bind, check_params
 from herald_jax.sampling import SamplingParams
-
-FINISH_LENGTH, FINISH_STOP = 0, 1
-"""Values of `GenerationOutput.finish_reasons`."""
-
-PAD = -1
-"""Value of `tokens` and `unmask_steps` past a row's length."""
 
 PREFILL_CHUNK_TOKENS = 512
 """Prompt tokens of each row that one prefill pass takes, before rounding to whole blocks."""
 
 
-class GenerationOutput(NamedTuple):
-    """What `generate` returns; N = max_tokens, M = most blocks a row can touch.
-
-    Attributes:
-        tokens: Generated ids, the stop id included; -1 past the length.
-        lengths: Generated tokens of each row.
-        finish_reasons: `FINISH_STOP` or `FINISH_LENGTH`.
-        steps_per_block: Denoising steps of each block that the row decoded, then zeros.
-        forwards: Denoising and commit passes of each row; prefill is not counted.
-        unmask_steps: Step within its block at which a token was committed; -1 past the length.
-        confidences: Confidence of each token when it was committed.
-        logprobs: Log-probability under the raw softmax when it was committed.
-    """
-
-    tokens: Int[Array, "R N"]
-    lengths: Int[Array, " R"]
-    finish_reasons: Int[Array, " R"]
-    steps_per_block: Int[Array, "R M"]
-    forwards: Int[Array, " R"]
-    unmask_steps: Int[Array, "R N"]
-    confidences: Float[Array, "R N"]
-    logprobs: Float[Array, "R N"]
-
-
 class _Progress(NamedTuple):
-    """Loop state: the cache, the text by position, and what each row has done."""
+    """Loop state: the cache, the texts, and the blocks that each row has done."""
 
     cache: DenseCache
-    tokens: Int[Array, "R S"]
-    unmask_steps: Int[Array, "R S"]
-    confidences: Float[Array, "R S"]
-    logprobs: Float[Array, "R S"]
+    texts: Texts
     steps_per_block: Int[Array, "R M"]
     block: Int[Array, " R"]
-    lengths: Int[Array, " R"]
-    finish_reasons: Int[Array, " R"]
-    is_active: Bool[Array, " R"]
 
 
 def pad_prompts(
@@ -217,37 +182,31 @@ def generate_program(
     width = round_up(width, chunk)
     capacity = max(round_up(prompts.shape[1] + sampling.max_tokens, block_length), width)
     dtype = params["embed_tokens"]["embedding"].dtype
-    tokens = jnp.zeros((rows, capacity), jnp.int32)
-    tokens = tokens.at[:, : prompts.shape[1]].set(prompts.astype(jnp.int32))
+    texts = Texts.start(prompts, capacity)
     lengths = prompt_lengths.astype(jnp.int32)
 
     first_block = lengths // block_length
     chunks = (first_block.max() * block_length + chunk - 1) // chunk
 
     def prefill(index: jax.Array, cache: DenseCache) -> DenseCache:
-        piece = lax.dynamic_slice(tokens, (0, index * chunk), (rows, chunk))
+        piece = lax.dynamic_slice(texts.tokens, (0, index * chunk), (rows, chunk))
         return prefill_chunk(decoder, cache, piece, index * chunk)
 
     cache = DenseCache.zeros(model, rows, capacity, dtype)
     cache = lax.fori_loop(0, chunks, prefill, cache)
 
     most_blocks = -(-sampling.max_tokens // block_length) + 1
-    zeros = jnp.zeros((rows,), jnp.int32)
     progress = _Progress(
         cache=cache,
-        tokens=tokens,
-        unmask_steps=jnp.full((rows, capacity), PAD, jnp.int32),
-        confidences=jnp.zeros((rows, capacity), jnp.float32),
-        logprobs=jnp.zeros((rows, capacity), jnp.float32),
+        texts=texts,
         steps_per_block=jnp.zeros((rows, most_blocks), jnp.int32),
         block=first_block,
-        lengths=zeros,
-        finish_reasons=zeros,
-        is_active=jnp.ones((rows,), bool),
     )
     advance = functools.partial(_advance, decoder, sampling, lengths, seeds.astype(jnp.uint32))
-    progress = lax.while_loop(lambda p: p.is_active.any(), advance, progress)
-    return _collect(progress, lengths, sampling.max_tokens)
+    progress = lax.while_loop(lambda p: p.texts.is_active.any(), advance, progress)
+    steps = progress.steps_per_block
+    forwards = steps.sum(-1) + (steps > 0).sum(-1)  # every block has one commit pass
+    return progress.texts.output(lengths, sampling.max_tokens, steps, forwards)
 
 
 def _advance(
@@ -264,66 +223,22 @@ def _advance(
     options = decoding_options([sampling] * rows, [0] * rows, model)
     options = jax.tree.map(jnp.asarray, options)._replace(seeds=seeds)
     positions = progress.block[:, None] * block_length + jnp.arange(block_length)
+    texts = progress.texts
     state = BlockState.start(
         progress.block,
-        jnp.take_along_axis(progress.tokens, positions, axis=1),
+        jnp.take_along_axis(texts.tokens, positions, axis=1),
         positions >= prompt_lengths[:, None],
     )
     spec = proposal_spec([sampling])
-    cache, state = decode_block(decoder, progress.cache, state, progress.is_active, options, spec)
-
-    is_new = (positions >= prompt_lengths[:, None]) & progress.is_active[:, None]
+    cache, state = decode_block(decoder, progress.cache, state, texts.is_active, options, spec)
+    stops = stop_ids(sampling, model)
+    written = texts.write_block(state, positions, prompt_lengths, stops, sampling.max_tokens)
     row = jnp.arange(rows)
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        kept = jnp.take_along_axis(old, positions, axis=1)
-        return old.at[row[:, None], positions].set(jnp.where(is_new, new, kept))
-
-    stops = jnp.asarray(stop_ids(sampling, model), jnp.int32)
-    is_stop = is_new & (state.tokens[..., None] == stops).any(-1)
-    made = jnp.where(is_stop, positions - prompt_lengths[:, None] + 1, sampling.max_tokens + 1)
-    stop_length = made.min(-1)
-    is_stopped = stop_length <= sampling.max_tokens
-    total = (progress.block + 1) * block_length - prompt_lengths
-    length = jnp.where(is_stopped, stop_length, jnp.minimum(total, sampling.max_tokens))
-    is_active = progress.is_active & ~is_stopped & (total < sampling.max_tokens)
     nth = progress.block - prompt_lengths // block_length
-    steps = jnp.where(progress.is_active, state.steps, progress.steps_per_block[row, nth])
-    reason = jnp.where(is_stopped, FINISH_STOP, FINISH_LENGTH)
+    steps = jnp.where(texts.is_active, state.steps, progress.steps_per_block[row, nth])
     return _Progress(
         cache=cache,
-        tokens=put(progress.tokens, state.tokens),
-        unmask_steps=put(progress.unmask_steps, state.unmask_steps),
-        confidences=put(progress.confidences, state.confidences),
-        logprobs=put(progress.logprobs, state.logprobs),
+        texts=written,
         steps_per_block=progress.steps_per_block.at[row, nth].set(steps),
-        block=jnp.where(is_active, progress.block + 1, progress.block),
-        lengths=jnp.where(progress.is_active, length, progress.lengths),
-        finish_reasons=jnp.where(progress.is_active, reason, progress.finish_reasons),
-        is_active=is_active,
-    )
-
-
-def _collect(
-    progress: _Progress, prompt_lengths: Int[Array, " R"], max_tokens: int
-) -> GenerationOutput:
-    """Moves each row's generated span to the front and clears what lies past its length."""
-    offsets = jnp.arange(max_tokens)
-    capacity = progress.tokens.shape[1]
-    source = jnp.minimum(prompt_lengths[:, None] + offsets, capacity - 1)
-    is_text = offsets < progress.lengths[:, None]
-
-    def span(values: jax.Array, fill: int | float) -> jax.Array:
-        return jnp.where(is_text, jnp.take_along_axis(values, source, axis=1), fill)
-
-    blocks = (progress.steps_per_block > 0).sum(-1)
-    return GenerationOutput(
-        tokens=span(progress.tokens, PAD),
-        lengths=progress.lengths,
-        finish_reasons=progress.finish_reasons,
-        steps_per_block=progress.steps_per_block,
-        forwards=progress.steps_per_block.sum(-1) + blocks,
-        unmask_steps=span(progress.unmask_steps, PAD),
-        confidences=span(progress.confidences, 0.0),
-        logprobs=span(progress.logprobs, 0.0),
+        block=jnp.where(written.is_active, progress.block + 1, progress.block),
     )

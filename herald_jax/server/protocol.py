@@ -20,7 +20,7 @@ from herald_jax.tokenizer import Message
 
 SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "strategy", "threshold", "entropy_bound", "denoising_steps", "confidence",
+    "strategy", "threshold", "entropy_bound", "factor", "denoising_steps", "confidence",
 )  # fmt: skip
 """Fields that `SamplingParams` has under the same name, besides `max_tokens`."""
 

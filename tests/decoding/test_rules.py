@@ -104,6 +104,31 @@ def test_too_few_above_the_threshold_fall_back_to_the_quota() -> None:
     assert pick("low_confidence_dynamic", 0.3, view) == [0, 1, 2]
 
 
+def test_fast_dllm_lets_the_threshold_itself_pass() -> None:
+    view = view_of([0.5, 0.75, 0.5, 0.25], 1)
+    assert pick("threshold", 0.5, view) == [0, 1, 2]
+    assert pick("threshold", 0.625, view) == [1]
+    # The most confident one is committed whatever the threshold is, ties to the left.
+    assert pick("threshold", 1.0, view_of([0.5, 0.25, 0.5, 0.25], 0)) == [0]
+    assert pick("threshold", 0.9, view_of([0.5, 0.95, 0.75, 0.25], 2)) == [1, 2]
+
+
+def test_the_factor_asks_more_of_each_when_there_are_more() -> None:
+    # (n + 1) (1 - c_n) is 0.25, 0.75, 1.0, 2.5 in falling order of confidence.
+    view = view_of([0.75, 0.5, 0.875, 0.75], 1)
+    assert pick("factor", 1.0, view) == [0, 2]  # the bound itself does not pass
+    assert pick("factor", 1.25, view) == [0, 2, 3]
+    assert pick("factor", 0.25, view) == [2]
+    assert pick("factor", 3.0, view) == [0, 1, 2, 3]
+    assert pick("factor", 0.25, view_of([0.75, 0.5, 0.875, 0.75], 3)) == [0, 2, 3]
+
+
+def test_the_factor_does_not_take_the_last_one_that_fails() -> None:
+    """The published code does, when all others pass."""
+    assert pick("factor", 1.0, view_of([1.0, 1.0, 0.0], 1)) == [0, 1]
+    assert pick("factor", 1.0, view_of([1.0, math.nan, 1.0], 1)) == [0, 2]
+
+
 def test_the_entropy_bound_itself_is_not_below_the_bound() -> None:
     view = view_of([0.1] * 4, 1, [0.5, 0.25, 0.25, 1.0])
     assert pick("entropy_bounded", 1.0, view) == [1, 2]

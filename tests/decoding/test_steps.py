@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from herald_jax.cache.dense import DenseCache
-from herald_jax.decoding.generate import FINISH_LENGTH, FINISH_STOP, generate
+from herald_jax.decoding.generate import generate
 from herald_jax.decoding.options import decoding_options, proposal_spec
 from herald_jax.decoding.steps import BlockState, decode_block
+from herald_jax.decoding.texts import FINISH_LENGTH, FINISH_STOP
 from herald_jax.sampling import SamplingParams
 from tests.stub_decoder import (
     STUB,

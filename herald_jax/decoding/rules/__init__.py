@@ -12,16 +12,20 @@ from herald_jax.decoding.rules.base import (
     quota,
 )
 from herald_jax.decoding.rules.entropy_bounded import EntropyBounded
+from herald_jax.decoding.rules.factor import Factor
 from herald_jax.decoding.rules.low_confidence_dynamic import LowConfidenceDynamic
 from herald_jax.decoding.rules.low_confidence_static import LowConfidenceStatic
 from herald_jax.decoding.rules.mixed import MixedRules
 from herald_jax.decoding.rules.sequential import Sequential
+from herald_jax.decoding.rules.threshold import Threshold
 
 RULES: dict[str, type[UnmaskRule]] = {
     "low_confidence_static": LowConfidenceStatic,
     "low_confidence_dynamic": LowConfidenceDynamic,
     "sequential": Sequential,
     "entropy_bounded": EntropyBounded,
+    "threshold": Threshold,
+    "factor": Factor,
 }
 """Strategy name in `SamplingParams` -> rule."""
 
