@@ -99,13 +99,13 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llada", "dual", 11, {"strategy": "low_confidence_static"}),
     ("llada", "none", 9, {"strategy": "threshold", "threshold": 0.3}),
     ("llada", "dual", 9, {"strategy": "factor", "factor": 1.4}),
-    ("llada", "prefix", 11, {"strategy": "threshold", "threshold": 0.3, **DRAW}),
+    ("llada", "prefix", 8, {"strategy": "threshold", "threshold": 0.3, **DRAW}),
     ("llada", "dual", 3, {"strategy": "low_confidence_static", "denoising_steps": 2}),
     ("dream", "none", 12, {"strategy": "low_confidence_static"}),
-    ("dream", "prefix", 12, {"strategy": "factor", "factor": 1.4}),
+    ("dream", "prefix", 10, {"strategy": "factor", "factor": 1.4}),
     ("dream", "dual", 12, {"strategy": "low_confidence_static"}),
     ("dream", "dual", 17, {"strategy": "threshold", "threshold": 0.3, **DRAW}),
-    ("dream", "prefix", 23, {"strategy": "sequential", "denoising_steps": 2, **DRAW}),
+    ("dream", "prefix", 18, {"strategy": "sequential", "denoising_steps": 2, **DRAW}),
 ]
 
 
