@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import continuous, conversion_memory, mixture, serve_load, step
+from benchmarks import accuracy, continuous, conversion_memory, mixture, serve_load, step
 
 BENCHMARKS = {
+    "accuracy": accuracy,
     "continuous": continuous,
     "conversion_memory": conversion_memory,
     "mixture": mixture,
