@@ -1,0 +1,363 @@
+"""Selection over keys in host memory: the same choice as `retrieval.select`, by the CPU.
+
+A scan reads the keys of one row and layer in place, at the speed of memory, and keeps the best
+of each KV head. It works without the interpreter lock, on all threads that `set_threads` gave
+the calling thread. Computing the logits is a stage that can be chosen: numba, or XLA on the CPU
+where its matrix units are faster.
+
+numba is imported, and its loops are compiled, by the first call of `compile_scan` for a dtype;
+a later call never compiles. Parallel loops of numba need not stand being called from two
+threads at once, so calls take turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from herald_jax._checks import require, require_int, require_one_of
+from herald_jax.retrieval.settings import SelectionConfig
+
+CHUNK_TOKENS = 2048
+"""Keys of a piece of work; fewer where there would be too few pieces."""
+
+LEAST_CHUNK_TOKENS = 512
+LEAST_PIECES = 64
+"""Pieces, over all KV heads, below which they are made smaller."""
+
+XLA_BUCKETS = 8
+"""Lengths of a row that the XLA stage is compiled for; it scores up to the next one."""
+
+_BITS = {"bfloat16": np.uint16, "float32": np.float32}
+
+_turn = threading.Lock()
+_compiled: set[tuple[str, int]] = set()
+
+
+def _kernels() -> Any:
+    from herald_jax.retrieval import _kernels
+
+    return _kernels
+
+
+def _key_bits(dtype: Any) -> Any:
+    name = np.dtype(dtype).name
+    require_one_of("dtype of keys on the host", name, _BITS)
+    return _BITS[name]
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """The same rows as the widest integers that divide them."""
+    row_bytes = array.shape[-1] * array.itemsize
+    return array.view(np.uint64 if row_bytes % 8 == 0 else np.uint16)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False  # loops are compiled for arrays that they may not write
+    return view
+
+
+def default_threads() -> int:
+    """Cores that a scan may use: all but the one that keeps the device busy."""
+    return max(len(os.sched_getaffinity(0)) - 1, 1)
+
+
+def set_threads(count: int) -> int:
+    """Lets scans of the calling thread use up to `count` threads; how many they will use."""
+    require_int("threads", count, 1)
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    numba.set_num_threads(count)
+    return count
+
+
+def compile_scan(dtype: Any, head_dim: int) -> None:
+    """Compiles the loops for keys of this dtype, unless that has been done.
+
+    Raises:
+        ConfigError: If keys of this dtype cannot be scanned on the host.
+    """
+    bits = _key_bits(dtype)
+    words = _words(np.zeros((1, 1, head_dim), bits)).dtype
+    key = (np.dtype(dtype).name, words.itemsize)
+    if key in _compiled:
+        return
+    kernels = _kernels()
+    with _turn:
+        for function in kernels.PARALLEL:
+            function.disable_compile(False)
+        try:
+            scratch = ScanScratch(1, 8, 1)
+            spec = SelectionConfig()
+            plan = _plan(scratch, 1, 1, spec, candidates=4, sinks=1, number=2)
+            k = _read_only(np.zeros((1, 8, head_dim), bits))
+            cols = np.zeros((1, kernels.COLUMN_BLOCK, head_dim), np.float32)
+            kernels.score_keys(plan, scratch.work, k, cols)
+            scores = _read_only(np.zeros((8, kernels.COLUMN_BLOCK), np.float32))
+            kernels.take_scores(plan, scratch.work, scores, 0)
+            index = np.zeros((1, 3), np.int32)
+            kernels.choose_keys(plan, scratch.work, index)
+            rows = _words(k)
+            out = np.zeros(rows.shape, rows.dtype)
+            kernels.gather(rows, rows, index, out, out.copy())
+            kernels.common(index, index, np.zeros(1, np.int64))
+        finally:
+            # From now on an array of another kind is an error and no pause for compiling.
+            for function in kernels.PARALLEL:
+                function.disable_compile(True)
+        _compiled.add(key)
+
+
+class ScanScratch:
+    """Buffers of the scans of one thread, made once for the largest of them.
+
+    Args:
+        kv_heads: K.
+        row_tokens: Tokens of a row, S.
+        columns: Most columns, c.
+    """
+
+    def __init__(self, kv_heads: int, row_tokens: int, columns: int) -> None:
+        kernels = _kernels()
+        self.kv_heads, self.row_tokens, self.columns = kv_heads, row_tokens, columns
+        # Chunks are made smaller only while there are fewer than twice the least number.
+        chunks = max(-(-row_tokens // CHUNK_TOKENS), 2 * LEAST_PIECES // kv_heads, 1)
+        padded = -(-columns // kernels.COLUMN_BLOCK) * kernels.COLUMN_BLOCK
+        by_chunk = (kv_heads, chunks)
+        self.work = kernels.Work(
+            logits=np.empty((kv_heads, padded, row_tokens), np.float32),
+            tops=np.empty((*by_chunk, padded), np.float32),
+            sums=np.empty((*by_chunk, padded), np.float32),
+            order=np.empty((kv_heads, row_tokens), np.uint32),
+            histogram=np.empty((*by_chunk, kernels.BINS), np.int32),
+            found=np.empty((kv_heads, 3), np.int64),
+            counts=np.empty((*by_chunk, 2), np.int64),
+            listed=np.empty((kv_heads, row_tokens), np.uint32),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, which are ordinary memory."""
+        return sum(buffer.nbytes for buffer in self.work)
+
+
+def chunk_tokens(kv_heads: int, candidates: int) -> int:
+    """Keys of a piece of work; depends on the shapes alone, and so does every rounding."""
+    chunk = CHUNK_TOKENS
+    while chunk > LEAST_CHUNK_TOKENS and kv_heads * -(-candidates // chunk) < LEAST_PIECES:
+        chunk //= 2
+    return chunk
+
+
+def _plan(
+    scratch: ScanScratch,
+    columns: int,
+    group: int,
+    spec: SelectionConfig,
+    *,
+    candidates: int,
+    sinks: int,
+    number: int,
+) -> Any:
+    return _kernels().Plan(
+        columns=columns,
+        group=group,
+        takes_max=spec.pooling == "max",
+        dilation=spec.dilation,
+        weight=np.float32(spec.dilation_weight),
+        candidates=candidates,
+        chunk=chunk_tokens(scratch.kv_heads, candidates),
+        sinks=sinks,
+        number=number,
+    )
+
+
+class ScoreStage(Protocol):
+    """Computes the logits of a scan."""
+
+    name: ClassVar[str]
+
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
+        """Fills the scratch's `logits`, `tops` and `sums`.
+
+        Args:
+            plan: What is asked for.
+            scratch: Buffers.
+            k: Keys [K, S, D], in the dtype of the pool.
+            cols: Columns [K, c, D], fp32, padded to whole column blocks.
+        """
+        ...
+
+
+class NumbaScores:
+    """Logits in fp32 by the vector units: bound by memory at 8 columns on 16 cores."""
+
+    name: ClassVar[str] = "numba"
+
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
+        """Fills `logits`, `tops` and `sums`."""
+        bits = _read_only(k.view(_key_bits(k.dtype)))
+        with _turn:
+            _kernels().score_keys(plan, scratch.work, bits, cols)
+
+
+class XlaScores:
+    """Logits by XLA on the CPU, which has matrix units for bfloat16 on some machines.
+
+    Keys are read in place where the row begins at a multiple of 64 bytes, else copied. XLA has
+    threads of its own, whatever `set_threads` says.
+    """
+
+    name: ClassVar[str] = "xla"
+
+    def __init__(self) -> None:
+        self._device = jax.devices("cpu")[0]
+        self._dot = jax.jit(
+            functools.partial(jnp.einsum, "sd,dc->sc", preferred_element_type=jnp.float32)
+        )
+
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
+        """Fills `logits`, `tops` and `sums`."""
+        step = max(-(-k.shape[1] // XLA_BUCKETS), 1)
+        length = min(-(-plan.candidates // step) * step, k.shape[1])
+        turned = np.ascontiguousarray(cols.transpose(0, 2, 1)).astype(k.dtype)
+        results = [
+            self._dot(*jax.device_put((k[head, :length], turned[head]), self._device))
+            for head in range(k.shape[0])
+        ]
+        for head, result in enumerate(results):
+            scores = _read_only(np.asarray(result))
+            with _turn:
+                _kernels().take_scores(plan, scratch.work, scores, head)
+
+
+SCORE_STAGES: dict[str, type[ScoreStage]] = {
+    stage.name: stage for stage in (NumbaScores, XlaScores)
+}
+"""Ways to compute logits, by name."""
+
+NUMBA_SCORES = NumbaScores()
+
+
+def _padded_columns(cols: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Columns rounded to the dtype of the keys, as fp32, with zeros up to whole blocks."""
+    block = _kernels().COLUMN_BLOCK
+    kv_heads, count, dim = cols.shape
+    padded = np.zeros((kv_heads, -(-count // block) * block, dim), np.float32)
+    padded[:, :count] = cols.astype(dtype)
+    return padded
+
+
+def scan_layer(
+    k: Float[np.ndarray, "K S D"],
+    cols: Float[np.ndarray, "K c D"],
+    candidates: int,
+    sinks: int,
+    wanted: int,
+    spec: SelectionConfig,
+    scratch: ScanScratch,
+    *,
+    group: int = 1,
+    stage: ScoreStage = NUMBA_SCORES,
+) -> Int[np.ndarray, "K n"]:
+    """Positions of the chosen keys of each KV head, ascending.
+
+    The first `sinks` candidates are always chosen; of the others the `wanted` best, or all that
+    there are. Where all or none of them are chosen no key is read.
+
+    Args:
+        k: Rotated keys of one row and layer, in place; what lies past the candidates may be
+            anything.
+        cols: What `select.columns` gave.
+        candidates: Keys that may be chosen.
+        sinks: First positions that are chosen whatever they score.
+        wanted: Further keys.
+        spec: Pooling and dilation.
+        scratch: Buffers for as many KV heads, keys and columns.
+        group: Columns of one position, as `select.column_group` gives it.
+        stage: What computes the logits.
+
+    Raises:
+        ValueError: If the shapes fit neither each other nor the scratch.
+    """
+    kv_heads, size, dim = k.shape
+    count = cols.shape[1]
+    if kv_heads != scratch.kv_heads or size > scratch.row_tokens or count > scratch.columns:
+        raise ValueError(
+            f"{kv_heads} KV heads, {size} keys and {count} columns do not fit buffers for "
+            f"{scratch.kv_heads}, {scratch.row_tokens} and {scratch.columns}"
+        )
+    if cols.shape[::2] != (kv_heads, dim) or count % group or not k.flags.c_contiguous:
+        raise ValueError(
+            f"columns {list(cols.shape)} in groups of {group} do not fit keys {list(k.shape)}, "
+            "which must be contiguous"
+        )
+    require(0 <= candidates <= size, "candidates", candidates, f"in 0 to {size}")
+    require_int("sinks", sinks, 0)
+    require_int("wanted", wanted, 0)
+    taken_sinks = min(sinks, candidates)
+    number = min(wanted, candidates - taken_sinks)
+    index = np.empty((kv_heads, taken_sinks + number), np.int32)
+    if number in (0, candidates - taken_sinks):
+        index[:] = np.arange(taken_sinks + number)
+        return index
+    compile_scan(k.dtype, dim)
+    plan = _plan(
+        scratch, count, group, spec, candidates=candidates, sinks=taken_sinks, number=number
+    )
+    stage(plan, scratch, k, _padded_columns(cols, k.dtype))
+    with _turn:
+        _kernels().choose_keys(plan, scratch.work, index)
+    return index
+
+
+def gather_layer(
+    k: Float[np.ndarray, "K S D"],
+    v: Float[np.ndarray, "K S D"],
+    index: Int[np.ndarray, "K n"],
+    out_k: Float[np.ndarray, "K C D"],
+    out_v: Float[np.ndarray, "K C D"],
+) -> None:
+    """Copies the rows at `index`, ascending, to the first n places of `out_k` and `out_v`.
+
+    Raises:
+        ValueError: If the results have no room for them.
+        IndexError: If a position is not among the keys.
+    """
+    number = index.shape[1]
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"values {v.dtype}{list(v.shape)} do not fit keys {list(k.shape)}")
+    for out in (out_k, out_v):
+        if out.shape[::2] != k.shape[::2] or out.shape[1] < number or out.dtype != k.dtype:
+            raise ValueError(
+                f"{number} rows of {k.dtype}{list(k.shape)} do not fit {out.dtype}{list(out.shape)}"
+            )
+    if number == 0:
+        return
+    if index[:, 0].min() < 0 or index[:, -1].max() >= k.shape[1]:
+        raise IndexError(f"positions must be in 0 to {k.shape[1] - 1}")
+    compile_scan(k.dtype, k.shape[2])
+    with _turn:
+        _kernels().gather(
+            _read_only(_words(k)), _read_only(_words(v)), index, _words(out_k), _words(out_v)
+        )
+
+
+def count_common(before: Int[np.ndarray, "K n"], after: Int[np.ndarray, "K m"]) -> int:
+    """How many of the ascending positions `after` are in `before` too, all KV heads together.
+
+    `compile_scan` must have been called, for any dtype.
+    """
+    found = np.zeros(before.shape[0], np.int64)
+    with _turn:
+        _kernels().common(before, after, found)
+    return int(found.sum())
