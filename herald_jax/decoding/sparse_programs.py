@@ -181,3 +181,30 @@ def place_prompt(
     if store is not None:
         store = LayerPool(store.k.at[row].set(k[0]), store.v.at[row].set(v[0]))
     return pools, ring, store
+
+
+def install(
+    pools: tuple[LayerPool, ...],
+    pool_row: Int[Array, ""],
+    k: Float[Array, "L K C D"],
+    v: Float[Array, "L K C D"],
+) -> tuple[LayerPool, ...]:
+    """The pools of some layers with one row's entries, which came from the host, in them."""
+    return tuple(
+        LayerPool(pool.k.at[pool_row].set(k[at]), pool.v.at[pool_row].set(v[at]))
+        for at, pool in enumerate(pools)
+    )
+
+
+def read_block(
+    rings: tuple[LayerPool, ...], row: Int[Array, ""], start: Int[Array, ""], *, block: int
+) -> LayerPool:
+    """Keys and values [Ls, K, B, D] of the block that starts at `start` of a row's rings."""
+
+    def read(ring: jax.Array) -> jax.Array:
+        size = (1, ring.shape[1], block, ring.shape[3])
+        return jax.lax.dynamic_slice(ring, (row, 0, start, 0), size)[0]
+
+    return LayerPool(
+        jnp.stack([read(ring.k) for ring in rings]), jnp.stack([read(ring.v) for ring in rings])
+    )

@@ -252,7 +252,7 @@ def run_sparse_slots(
         is_exact=(is_decode & is_exact) | (is_query & is_layerwise),
     )
     tokens = jnp.concatenate([block.inputs(config.mask_token_id), drafted, masks])
-    first = (prefix + is_query) * block_length
+    first = (prefix + is_query.astype(jnp.int32)) * block_length
     sparse = SparsePass(
         cache, tables, pooled, places, block_length, reads_store=is_exact or is_layerwise
     )

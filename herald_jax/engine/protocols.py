@@ -27,11 +27,14 @@ class RunnerLike(Protocol):
 
     Attributes:
         params: Parameters of the next step.
-        compile_seconds: Time that programs took to compile so far.
     """
 
     params: Any
-    compile_seconds: float
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time that programs took to compile so far."""
+        ...
 
     def dispatch(self, plan: StepPlan, options: dict[int, RowSampling]) -> Sequence[PendingLike]:
         """Sends a plan to the device without waiting for it."""

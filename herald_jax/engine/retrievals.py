@@ -7,14 +7,16 @@ between steps only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from herald_jax.cache.budget import RecallAccount
 from herald_jax.cache.sparse import SparseCache
+from herald_jax.engine.sparse_compiled import SparsePrograms
 
 
 class Ask(NamedTuple):
@@ -99,6 +101,10 @@ class Retrieval(Protocol):
         """Drops what a stay asked for."""
         ...
 
+    def warmup(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> SparseCache:
+        """Compiles its programs ahead of time, for queries of these shapes."""
+        ...
+
     def reset(self) -> None:
         """Drops everything."""
         ...
@@ -111,9 +117,9 @@ class Retrieval(Protocol):
 class DeviceRetrieval:
     """Selects from the store on the device, in a program of its own behind the step."""
 
-    def __init__(self, refill: Callable[..., SparseCache], max_rows: int) -> None:
+    def __init__(self, programs: SparsePrograms, max_rows: int) -> None:
         self.counts = RetrievalCounts()
-        self._refill, self._max_rows = refill, max_rows
+        self._programs, self._max_rows = programs, max_rows
         self._full: list[Ask] = []
 
     def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
@@ -126,14 +132,26 @@ class DeviceRetrieval:
         self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
     ) -> SparseCache:
         """Fills the pools at once."""
-        size = queries[0].shape[0]
-        rows = np.full(size, self._max_rows, np.int32)
-        targets = np.zeros(size, np.int32)
-        for at, ask in enumerate(asks):
-            rows[at], targets[at] = ask.row, ask.target
         self._full += asks
         self.counts.recalls += len(asks)
-        return self._refill(cache, list(queries), rows, targets, np.zeros(size, np.int32))
+        return self._refill(cache, queries, asks)
+
+    def _refill(
+        self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
+    ) -> SparseCache:
+        size = queries[0].shape[0]
+        rows, targets = np.full(size, self._max_rows, np.int32), np.zeros(size, np.int32)
+        for at, ask in enumerate(asks):
+            rows[at], targets[at] = ask.row, ask.target
+        first_mask = np.zeros(size, np.int32)
+        return self._programs.refill(cache, list(queries), rows, targets, first_mask)
+
+    def warmup(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> SparseCache:
+        """Compiles its programs, by running each with nobody to fill a pool for."""
+        for shapes in queries:
+            zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+            cache = self._refill(cache, zeros, ())
+        return cache
 
     def poll(self, cache: SparseCache) -> tuple[SparseCache, list[FullPool], list[RowFailure]]:
         """The pools that were asked for since the last call."""

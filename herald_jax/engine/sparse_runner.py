@@ -23,15 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from herald_jax.cache.budget import BlockAccount
-from herald_jax.cache.paged import PagedCache
 from herald_jax.cache.shape import SparseShape
-from herald_jax.cache.sparse import LayerPool, SparseCache
+from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding import sparse_programs
-from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerPrefill
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import DecodeSlots, SlotOutput
+from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates
 from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, StepPlan
 from herald_jax.engine.retrievals import Ask, DeviceRetrieval, Retrieval, RowFailure
@@ -44,9 +41,9 @@ from herald_jax.engine.slot_arrays import (
     row_bucket,
 )
 from herald_jax.engine.slot_runner import CommittedBlock, PendingStep
+from herald_jax.engine.sparse_compiled import SparsePrograms
 from herald_jax.engine.stays import Stay
 from herald_jax.models.decoder import Params
-from herald_jax.retrieval.device import BudgetTable, Selector
 
 
 class SparsePendingStep:
@@ -79,7 +76,7 @@ class SparseRunner:
 
     Attributes:
         params: Parameters of the next step; others of the same shapes may be put in their place.
-        compile_seconds: Time that programs took to compile so far.
+        programs: The compiled programs.
         retrieval: What fills the pools.
     """
 
@@ -91,25 +88,13 @@ class SparseRunner:
         shape: SparseShape,
         retrieval: Retrieval | None = None,
     ) -> None:
-        self.config, self.params, self.compile_seconds = config, params, 0.0
+        self.config, self.params = config, params
         self._settings, self._shape = cache, shape
         self.max_rows = shape.rows
-        block = config.block_length
-        self._budget = cache.budget_of(block)
-        blocks = shape.row_tokens // block + 2
-        self._static: dict[str, Any] = dict(
-            budget=BudgetTable.of(self._budget, blocks),
-            selector=Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens),
-        )
-        self._prefill = LayerPrefill(
-            config,
-            capacity=shape.row_tokens,
-            chunk_tokens=max(CHUNK_TOKENS // block, 1) * block,
-        )
-        self._is_prefill_warm = False
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._budget = cache.budget_of(config.block_length)
+        self.programs = SparsePrograms(config, cache, shape)
         self._arrays = SlotArrays(config, shape.rows)
-        self.retrieval = retrieval or DeviceRetrieval(self._refill, shape.rows)
+        self.retrieval = retrieval or DeviceRetrieval(self.programs, shape.rows)
         self._tables = np.zeros((shape.rows, shape.row_tokens // shape.page_tokens), np.int32)
         self.reset()
 
@@ -172,26 +157,29 @@ class SparseRunner:
         read = functools.partial(self._on_read, self._number)
         return [SparsePendingStep(plan.decode, output, read)]
 
+    @property
+    def compile_seconds(self) -> float:
+        """Time that programs took to compile so far."""
+        return self.programs.compile_seconds
+
     def warmup(self, specs: Sequence[ProposalSpec] = (GREEDY, SAMPLED, FILTERED)) -> None:
         """Compiles, ahead of time, all programs that steps with these facts can need."""
-        self._warm_prefill()
+        self.programs.warm_prompts(self.params, self._cache, self._tables[0])
         sizes = sorted({row_bucket(n, self.max_rows) for n in range(1, self.max_rows + 1)})
+        looks = self._settings.lookahead
         for spec in specs:
             for size in sizes:
                 decode = self._decode_slots((), [], size)
                 options = self._arrays.gather((), size)[0]
-                aheads = [0, *(n for n in sizes if n <= size)] if self._settings.lookahead else [0]
-                for ahead in aheads:
-                    self._step_program(decode, np.full(ahead, self.max_rows), options, spec)
-                if not self._settings.lookahead:
-                    self._exact_program(decode, options, spec)
-
-    def _warm_prefill(self) -> None:
-        if not self._is_prefill_warm:
-            begin = time.perf_counter()
-            self._prefill.warmup(self.params)
-            self.compile_seconds += time.perf_counter() - begin
-            self._is_prefill_warm = True
+                state = self._arguments(self._arrays.no_starts, decode)
+                for width in [0, *(n for n in sizes if n <= size)] if looks else [0]:
+                    ahead = np.full(width, self.max_rows, np.int32)
+                    self.programs.step(spec, *state, ahead, options)
+                if not looks:
+                    ints = np.zeros(size, np.int32)
+                    self.programs.exact(spec, *state, options, ints, ints)
+        if looks:
+            self._cache = self.retrieval.warmup(self._cache, self._queries(sizes))
 
     def _drop_stays(self, plan: StepPlan) -> None:
         here = {slot.row: slot.epoch for slot in plan.decode}
@@ -217,17 +205,18 @@ class SparseRunner:
             raise RuntimeError(f"row {row} begins block {start.index} without its prompt")
         looks = self._settings.lookahead
         tail = np.asarray(start.tail, np.int32) if looks else None
-        blocks, first = np.int32(start.index), np.int32(len(start.tail))
-        prompt = np.asarray(tokens, np.int32)
-        if tokens:
-            self._warm_prefill()
-        dense = self._shape.dense_layers
-        for layer, k, v, q in self._prefill.layers(self.params, prompt, tail):
+        prompt, dense = np.asarray(tokens, np.int32), self._shape.dense_layers
+        for layer, k, v, q in self.programs.prompt_layers(self.params, prompt, tail):
             if layer < dense:
-                self._place_pages(layer, row, len(tokens), k, v)
+                self._cache = self.programs.place_pages(
+                    self._cache, layer, self._tables[row], len(tokens), k, v
+                )
             else:
-                self._place_prompt(layer - dense, row, blocks, first, q, k, v)
-                self.retrieval.take_layer(row, epoch, layer - dense, k, v, len(tokens))
+                at = layer - dense
+                self._cache = self.programs.place_prompt(
+                    self._cache, at, row, start.index, len(start.tail), q, k, v
+                )
+                self.retrieval.take_layer(row, epoch, at, k, v, len(tokens))
             del k, v, q
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
@@ -268,18 +257,9 @@ class SparseRunner:
         ahead = np.full(width, self.max_rows, np.int32)
         ahead[: len(asks)] = [ask.row for ask in asks]
         slots = self._decode_slots(decode, limits, size)
-        program = self._step_program(slots, ahead, options, spec)
         begins = self._arrays.starts(starts) if starts else self._arrays.no_starts
-        self._cache, self._states, output, queries = program(
-            self._cache,
-            self._states,
-            self.params,
-            self._device_tables,
-            begins,
-            slots,
-            ahead,
-            options,
-        )
+        args = (*self._arguments(begins, slots), ahead, options)
+        self._cache, self._states, output, queries = self.programs.step(spec, *args)(*args)
         if asks:
             self._cache = self.retrieval.ask(self._cache, queries, asks)
         return output
@@ -307,18 +287,26 @@ class SparseRunner:
             targets[at], first[at] = stay.block, stay.tail
             stay.ready = stay.block
         slots = self._decode_slots(decode, [slot.block_limit for slot in decode], size)
-        begins = self._arrays.starts(plan.starts)
-        self._cache, self._states = self._exact_program(slots, options, spec)(
-            self._cache,
-            self._states,
-            self.params,
-            self._device_tables,
-            begins,
-            slots,
+        args = (
+            *self._arguments(self._arrays.starts(plan.starts), slots),
             options,
             targets,
             first,
         )
+        self._cache, self._states = self.programs.exact(spec, *args)(*args)
+
+    def _arguments(self, starts: RowStarts, decode: DecodeSlots) -> tuple[Any, ...]:
+        """What every step takes first."""
+        states = (self._cache, self._states, self.params, self._device_tables)
+        return (*states, starts, decode)
+
+    def _queries(self, sizes: Sequence[int]) -> list[list[jax.ShapeDtypeStruct]]:
+        """Shapes of the lookahead's queries, one list of layers for each size."""
+        model = self.config
+        block = (model.block_length, model.num_heads, model.head_dim)
+        dtype = self._cache.selected[0].k.dtype
+        layers = len(self._cache.selected)
+        return [[jax.ShapeDtypeStruct((size, *block), dtype)] * layers for size in sizes]
 
     def _decode_slots(
         self, decode: Sequence[DecodeSlot], limits: Sequence[int], size: int
@@ -345,94 +333,6 @@ class SparseRunner:
                 self.retrieval.take_block(self._cache, block.row, block.epoch, block.index)
         failures, self._failures = self._failures, []
         return [*results, *failures]
-
-    # Programs. Each is compiled once for its shapes.
-
-    def _compiled(self, key: Any, function: Callable[..., Any], *args: Any, donate: Any) -> Any:
-        if key not in self._programs:
-            begin = time.perf_counter()
-            jitted = jax.jit(function, donate_argnums=donate)
-            self._programs[key] = jitted.lower(*args).compile()
-            self.compile_seconds += time.perf_counter() - begin
-        return self._programs[key]
-
-    def _step_program(
-        self, decode: DecodeSlots, ahead: np.ndarray, options: Any, spec: ProposalSpec
-    ) -> Any:
-        step = functools.partial(
-            sparse_programs.step,
-            model=self.config,
-            spec=spec,
-            budget=self._static["budget"],
-            is_layerwise=self._settings.retrieval == "layerwise",
-        )
-        return self._compiled(
-            ("step", decode.rows.shape[0], len(ahead), spec),
-            step,
-            self._cache,
-            self._states,
-            self.params,
-            self._device_tables,
-            self._arrays.no_starts,
-            decode,
-            np.asarray(ahead, np.int32),
-            options,
-            donate=(0, 1),
-        )
-
-    def _exact_program(self, decode: DecodeSlots, options: Any, spec: ProposalSpec) -> Any:
-        step = functools.partial(
-            sparse_programs.exact_step, model=self.config, spec=spec, **self._static
-        )
-        ints = np.zeros(decode.rows.shape[0], np.int32)
-        return self._compiled(
-            ("exact", len(ints), spec),
-            step,
-            self._cache,
-            self._states,
-            self.params,
-            self._device_tables,
-            self._arrays.no_starts,
-            decode,
-            options,
-            ints,
-            ints,
-            donate=(0, 1),
-        )
-
-    def _refill(self, cache: SparseCache, *args: Any) -> SparseCache:
-        refill = functools.partial(sparse_programs.refill, **self._static)
-        program = self._compiled(("refill", len(args[1])), refill, cache, *args, donate=(0,))
-        return program(cache, *args)
-
-    def _place_pages(self, layer: int, row: int, length: int, k: Any, v: Any) -> None:
-        dense = self._cache.dense
-        pool = LayerPool(dense.k[layer], dense.v[layer])
-        args = (pool, self._tables[row], np.int32(length), k, v)
-        program = self._compiled("pages", sparse_programs.place_pages, *args, donate=(0,))
-        pool = program(*args)
-        keys, values = list(dense.k), list(dense.v)
-        keys[layer], values[layer] = pool.k, pool.v
-        self._cache = self._cache._replace(dense=PagedCache(tuple(keys), tuple(values)))
-
-    def _place_prompt(
-        self, at: int, row: int, blocks: np.int32, first: np.int32, q: Any, k: Any, v: Any
-    ) -> None:
-        cache: SparseCache = self._cache
-        store = cache.store[at] if cache.store else None
-        place = functools.partial(sparse_programs.place_prompt, **self._static)
-        args = (cache.selected[at], cache.recent[at], store, np.int32(row), blocks, first, q, k, v)
-        program = self._compiled(("prompt", q is None), place, *args, donate=(0, 1, 2))
-        pools, ring, store = program(*args)
-
-        def replaced(pools: tuple[LayerPool, ...], new: LayerPool | None) -> Any:
-            return pools if new is None else (*pools[:at], new, *pools[at + 1 :])
-
-        self._cache = cache._replace(
-            selected=replaced(cache.selected, pools),
-            recent=replaced(cache.recent, ring),
-            store=replaced(cache.store, store),
-        )
 
 
 def sparse_runner(

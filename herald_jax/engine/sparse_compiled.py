@@ -1,0 +1,174 @@
+"""The compiled programs of a sparse runner: each once for its shapes, ahead of its first call.
+
+Every method that takes the cache takes it by donation and gives it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from herald_jax.cache.paged import PagedCache
+from herald_jax.cache.shape import SparseShape
+from herald_jax.cache.sparse import LayerPool, SparseCache
+from herald_jax.cache_config import CacheConfig
+from herald_jax.configs import ModelConfig
+from herald_jax.decoding import sparse_programs
+from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerOutput, LayerPrefill
+from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.models.decoder import Params
+from herald_jax.retrieval.device import BudgetTable, Selector
+
+
+class SparsePrograms:
+    """Programs over the cache of one engine.
+
+    Args:
+        config: The model.
+        cache: What is selected, and when.
+        shape: Sizes of the cache.
+
+    Attributes:
+        compile_seconds: Time that programs took to compile so far.
+    """
+
+    def __init__(self, config: ModelConfig, cache: CacheConfig, shape: SparseShape) -> None:
+        self.compile_seconds = 0.0
+        self._model, self._shape = config, shape
+        self._is_layerwise = cache.retrieval == "layerwise"
+        block = config.block_length
+        table = BudgetTable.of(cache.budget_of(block), shape.row_tokens // block + 2)
+        selector = Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens)
+        self._static: dict[str, Any] = dict(budget=table, selector=selector)
+        self._prefill = LayerPrefill(
+            config,
+            capacity=shape.row_tokens,
+            chunk_tokens=max(CHUNK_TOKENS // block, 1) * block,
+        )
+        self._is_prefill_warm = False
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def _compiled(
+        self, key: Any, function: Callable[..., Any], *args: Any, donate: Sequence[int] = (0,)
+    ) -> Any:
+        if key not in self._programs:
+            begin = time.perf_counter()
+            jitted = jax.jit(function, donate_argnums=donate)
+            self._programs[key] = jitted.lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - begin
+        return self._programs[key]
+
+    def step(self, spec: ProposalSpec, *args: Any) -> Any:
+        """The program of `sparse_programs.step` for such arguments."""
+        step = functools.partial(
+            sparse_programs.step,
+            model=self._model,
+            spec=spec,
+            budget=self._static["budget"],
+            is_layerwise=self._is_layerwise,
+        )
+        decode, ahead = args[5], args[6]
+        key = ("step", decode.rows.shape[0], ahead.shape[0], spec)
+        return self._compiled(key, step, *args, donate=(0, 1))
+
+    def exact(self, spec: ProposalSpec, *args: Any) -> Any:
+        """The program of `sparse_programs.exact_step` for such arguments."""
+        step = functools.partial(
+            sparse_programs.exact_step, model=self._model, spec=spec, **self._static
+        )
+        key = ("exact", args[5].rows.shape[0], spec)
+        return self._compiled(key, step, *args, donate=(0, 1))
+
+    def refill(self, cache: SparseCache, *args: Any) -> SparseCache:
+        """Pools filled from the store on the device; `args` as of `sparse_programs.refill`."""
+        refill = functools.partial(sparse_programs.refill, **self._static)
+        return self._compiled(("refill", len(args[1])), refill, cache, *args)(cache, *args)
+
+    def install(
+        self, cache: SparseCache, first: int, pool_row: int, k: jax.Array, v: jax.Array
+    ) -> SparseCache:
+        """One pool of some sparse layers, from `first` on, with entries from the host in it."""
+        pools = cache.selected[first : first + k.shape[0]]
+        args = (pools, np.int32(pool_row), k, v)
+        new = self._compiled(("install", k.shape[0]), sparse_programs.install, *args)(*args)
+        selected = (*cache.selected[:first], *new, *cache.selected[first + len(new) :])
+        return cache._replace(selected=selected)
+
+    def read_block(self, cache: SparseCache, row: int, index: int) -> LayerPool:
+        """Keys and values [Ls, K, B, D] of a finished block that is in its row's ring."""
+        slot = index % self._shape.recent_blocks
+        block = self._model.block_length
+        read = functools.partial(sparse_programs.read_block, block=block)
+        args = (cache.recent, np.int32(row), np.int32(slot * block))
+        return self._compiled("read", read, *args, donate=())(*args)
+
+    def prompt_layers(
+        self, params: Params, tokens: np.ndarray, tail: np.ndarray | None
+    ) -> Iterable[LayerOutput]:
+        """The prompt's layers, as `LayerPrefill.layers` gives them."""
+        if len(tokens):
+            self._warm_prefill(params)
+        return self._prefill.layers(params, tokens, tail)
+
+    def place_pages(
+        self, cache: SparseCache, layer: int, table: np.ndarray, length: int, k: Any, v: Any
+    ) -> SparseCache:
+        """The cache with one dense layer of a prompt in its row's pages."""
+        dense = cache.dense
+        args = (LayerPool(dense.k[layer], dense.v[layer]), table, np.int32(length), k, v)
+        pool = self._compiled("pages", sparse_programs.place_pages, *args)(*args)
+        keys, values = list(dense.k), list(dense.v)
+        keys[layer], values[layer] = pool.k, pool.v
+        return cache._replace(dense=PagedCache(tuple(keys), tuple(values)))
+
+    def place_prompt(
+        self, cache: SparseCache, at: int, row: int, blocks: int, tail: int, q: Any, k: Any, v: Any
+    ) -> SparseCache:
+        """The cache with sparse layer `at` of a prompt in its row's pool, ring and store."""
+        args = self._placing(cache, at, row, blocks, tail, q, k, v)
+        pools, ring, store = self._place(*args)(*args)
+
+        def replaced(pools: tuple[LayerPool, ...], new: LayerPool | None) -> Any:
+            return pools if new is None else (*pools[:at], new, *pools[at + 1 :])
+
+        return cache._replace(
+            selected=replaced(cache.selected, pools),
+            recent=replaced(cache.recent, ring),
+            store=replaced(cache.store, store),
+        )
+
+    def _placing(
+        self, cache: SparseCache, at: int, row: int, blocks: int, tail: int, q: Any, k: Any, v: Any
+    ) -> tuple[Any, ...]:
+        store = cache.store[at] if cache.store else None
+        numbers = (np.int32(row), np.int32(blocks), np.int32(tail))
+        return (cache.selected[at], cache.recent[at], store, *numbers, q, k, v)
+
+    def _place(self, *args: Any) -> Any:
+        place = functools.partial(sparse_programs.place_prompt, **self._static)
+        return self._compiled(("prompt", args[6] is None), place, *args, donate=(0, 1, 2))
+
+    def warm_prompts(self, params: Params, cache: SparseCache, table: np.ndarray) -> None:
+        """Compiles what a prompt needs, with and without its first block's queries."""
+        self._warm_prefill(params)
+        model, dtype = self._model, cache.selected[0].k.dtype
+        size = (1, model.num_kv_heads, self._shape.row_tokens, model.head_dim)
+        k = jax.ShapeDtypeStruct(size, dtype)
+        block = (model.block_length, model.num_heads, model.head_dim)
+        for q in (jax.ShapeDtypeStruct(block, dtype), None):
+            self._place(*self._placing(cache, 0, 0, 0, 0, q, k, k))
+        for pool in zip(cache.dense.k[:1], cache.dense.v[:1], strict=True):
+            args = (LayerPool(*pool), table, np.int32(0), k, k)
+            self._compiled("pages", sparse_programs.place_pages, *args)
+
+    def _warm_prefill(self, params: Params) -> None:
+        if not self._is_prefill_warm:
+            begin = time.perf_counter()
+            self._prefill.warmup(params)
+            self.compile_seconds += time.perf_counter() - begin
+            self._is_prefill_warm = True
