@@ -31,14 +31,20 @@ class SparseShape:
     row_tokens: int
     has_device_store: bool
 
-    def device_bytes(self, model: ModelConfig, itemsize: int) -> int:
-        """Bytes of the arrays of `SparseCache.zeros`."""
+    def device_parts(self, model: ModelConfig, itemsize: int) -> dict[str, int]:
+        """Bytes of the arrays of `SparseCache.zeros`, by what they hold."""
         token = 2 * model.num_kv_heads * model.head_dim * itemsize
-        ring = self.recent_blocks * model.block_length
-        store = self.row_tokens if self.has_device_store else 0
-        row = 2 * self.pool_tokens + ring + store
-        sparse = (model.num_layers - self.dense_layers) * self.rows * row
-        return token * (self.dense_layers * self.num_pages * self.page_tokens + sparse)
+        rows = (model.num_layers - self.dense_layers) * self.rows * token
+        return {
+            "dense layers": self.dense_layers * self.num_pages * self.page_tokens * token,
+            "selected entries": rows * 2 * self.pool_tokens,
+            "recent blocks": rows * self.recent_blocks * model.block_length,
+            "finished blocks": rows * self.row_tokens if self.has_device_store else 0,
+        }
+
+    def device_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes of all of them."""
+        return sum(self.device_parts(model, itemsize).values())
 
     def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
         """Bytes of the host's pool of finished blocks; 0 with the store on the device."""

@@ -74,6 +74,7 @@ class LLMEngine:
         config: The model.
         settings: The settings.
         sizes: What the settings came to on this machine.
+        itemsize: Bytes of a cached number.
         scheduler: The queue, rows and pages.
 
     Raises:
@@ -95,14 +96,14 @@ class LLMEngine:
         leaves = jax.tree.leaves(params)
         device = next(iter(leaves[0].devices()))
         limit = int(device_bytes_limit(device) * self.settings.device_memory_fraction)
-        itemsize = params["embed_tokens"]["embedding"].dtype.itemsize
+        self.itemsize: int = params["embed_tokens"]["embedding"].dtype.itemsize
         free_bytes = limit - sum(leaf.nbytes for leaf in leaves)
         cache = self.settings.cache
         if cache is None:
             self.sizes: EngineSizes = size_engine(
                 self.settings,
                 config,
-                itemsize=itemsize,
+                itemsize=self.itemsize,
                 free_bytes=free_bytes,
                 is_cpu=device.platform == "cpu",
             )
@@ -111,7 +112,7 @@ class LLMEngine:
                 self.settings,
                 cache,
                 config,
-                itemsize=itemsize,
+                itemsize=self.itemsize,
                 free_bytes=free_bytes,
                 host_bytes=pinnable_bytes(cache.host_bytes),
             )
