@@ -88,13 +88,13 @@ def block_length(
 
     Most tables have none, because variants with other lengths share a config.
     """
-    names = ("block_size", "block_length")
+    names = ("block_size", "block_length", "bd_size")
     given = {name: hf.config[name] for name in names if hf.config.get(name) is not None}
     values = list(given.values())
     if flag is not None:
         others = [f"config.json: {n} {v}" for n, v in given.items() if v != flag]
         fact = Fact(flag, "--block-length", "; ".join(others) or None)
-    elif len(values) == 2 and values[0] != values[1]:
+    elif any(value != values[0] for value in values[1:]):
         fact = Fact(given, "config.json")
         return _no_fact(out, "block_length", fact, "one value", "Give --block-length.")
     elif given:

@@ -43,7 +43,8 @@ class SamplingParams:
         ignore_eos: True if the model's own stop ids do not end the text.
         strategy: Name of the unmask rule.
         threshold: Confidence above which `low_confidence_dynamic` commits, or from which on
-            `threshold` does; 0.9 if unset.
+            `threshold` does, or above which `sub_blocks` does in one part of the block at a time;
+            0.9 if unset.
         entropy_bound: Nats that `entropy_bounded` may commit a step; 0.35 if unset.
         factor: What (n + 1) (1 - confidence) of the n-th surest position has to stay below for
             `factor` to commit n; 1 if unset.

@@ -224,6 +224,22 @@ def choose(
             row.watch(*(confidence[i] - threshold for i in masked))
         sure = {i for i in masked if confidence[i] >= threshold}
         return sorted(sure.union(best_first(confidence, owed, row)))
+    if sampling.strategy == "sub_blocks":
+        threshold = 0.9 if sampling.threshold is None else sampling.threshold
+        size = math.ceil(block_length / 4)
+        chosen: list[int] = []
+        for part in sorted({i // size for i in masked}):
+            own = {i: confidence[i] for i in masked if i // size == part}
+            if not chosen:
+                if row is not None:
+                    row.watch(*(value - threshold for value in own.values()))
+                chosen = [i for i in own if own[i] > threshold]
+            best = best_first(own, max(owed, 0), row)
+            owed -= len(best)
+            chosen = sorted({*chosen, *best})
+            if owed <= 0:
+                return chosen
+        return chosen
     if sampling.strategy == "factor":
         factor = 1.0 if sampling.factor is None else sampling.factor
         fitting = 0
@@ -279,8 +295,15 @@ def decode(
     known: dict[int, Proposed] = {}
     block = len(prompt) // size
     while not row.finish_reason:
-        text += [None] * ((block + 1) * size - len(text))
         first, step = block * size, 0
+        shift = int(config.shifts_predictions)
+        if shift and first and len(text) == first:  # the block before predicts the first token
+            logits = logits_of(config, params, text)[-1]
+            offer = propose(logits, config, SamplingParams(), None)
+            row.watch(offer.gap)
+            text.append(offer.token)
+            steps[first], known[first] = 0, offer
+        text += [None] * ((block + 1) * size - len(text))
         while None in text:
             inputs = [config.mask_token_id if token is None else token for token in text]
             logits = logits_of(config, params, inputs)[first:]
@@ -288,7 +311,8 @@ def decode(
             if sampling.temperature > 0:
                 noise = noise_of(seed, block, step, size, config.vocab_size)
             masked = [i for i in range(size) if text[first + i] is None]
-            offers = {i: propose(logits[i], config, sampling, noise[i]) for i in masked}
+            source = {i: max(i - shift, 0) for i in masked}
+            offers = {i: propose(logits[source[i]], config, sampling, noise[i]) for i in masked}
             confidence = {i: offers[i].confidence for i in masked}
             entropy = {i: offers[i].entropy for i in masked}
             for i in choose(sampling, confidence, entropy, step, size, row):

@@ -51,7 +51,9 @@ SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "ignore_eos": dict(action="store_true", help="go on past the model's own stop ids"),
     "strategy": dict(help="unmask rule, such as low_confidence_dynamic; a wrong name lists all"),
     "threshold": dict(
-        type=float, metavar="C", help="confidence that low_confidence_dynamic or threshold asks"
+        type=float,
+        metavar="C",
+        help="confidence asked by low_confidence_dynamic, threshold, sub_blocks",
     ),
     "entropy_bound": dict(
         type=float, metavar="NATS", help="what entropy_bounded may commit a step"

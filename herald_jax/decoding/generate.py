@@ -29,6 +29,7 @@ from herald_jax.decoding.options import (
     require_block_decoding,
     stop_ids,
 )
+from herald_jax.decoding.shifted import FirstToken, decode_shifted_block, first_after_prompt
 from herald_jax.decoding.steps import BlockState, decode_block, prefill_chunk
 from herald_jax.decoding.texts import GenerationOutput, Texts
 from herald_jax.models.decoder import Decoder, Params, bind, check_params
@@ -39,10 +40,14 @@ PREFILL_CHUNK_TOKENS = 512
 
 
 class _Progress(NamedTuple):
-    """Loop state: the cache, the texts, and the blocks that each row has done."""
+    """Loop state: the cache, the texts, and the blocks that each row has done.
+
+    `ahead` is there if the model shifts its predictions.
+    """
 
     cache: DenseCache
     texts: Texts
+    ahead: FirstToken | None
     steps_per_block: Int[Array, "R M"]
     block: Int[Array, " R"]
 
@@ -100,7 +105,7 @@ def generate(
     Raises:
         ConfigError: If a parameter, shape, dtype, id, length or option is not allowed.
     """
-    require_block_decoding(model)
+    require_block_decoding(model, may_shift=True)
     check_sampling(model, sampling)
     check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
     check_params(model, params)
@@ -199,6 +204,9 @@ def generate_program(
     progress = _Progress(
         cache=cache,
         texts=texts,
+        ahead=first_after_prompt(decoder, cache, texts.tokens, first_block)
+        if model.shifts_predictions
+        else None,
         steps_per_block=jnp.zeros((rows, most_blocks), jnp.int32),
         block=first_block,
     )
@@ -230,7 +238,13 @@ def _advance(
         positions >= prompt_lengths[:, None],
     )
     spec = proposal_spec([sampling])
-    cache, state = decode_block(decoder, progress.cache, state, texts.is_active, options, spec)
+    cache, ahead = progress.cache, progress.ahead
+    if ahead is None:
+        cache, state = decode_block(decoder, cache, state, texts.is_active, options, spec)
+    else:
+        cache, state, ahead = decode_shifted_block(
+            decoder, cache, state, ahead, texts.is_active, options, spec
+        )
     stops = stop_ids(sampling, model)
     written = texts.write_block(state, positions, prompt_lengths, stops, sampling.max_tokens)
     row = jnp.arange(rows)
@@ -239,6 +253,7 @@ def _advance(
     return _Progress(
         cache=cache,
         texts=written,
+        ahead=ahead,
         steps_per_block=progress.steps_per_block.at[row, nth].set(steps),
         block=jnp.where(written.is_active, progress.block + 1, progress.block),
     )

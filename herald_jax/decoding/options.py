@@ -15,8 +15,12 @@ from herald_jax.decoding.steps import DecodingOptions
 from herald_jax.sampling import SamplingParams
 
 
-def require_block_decoding(model: ModelConfig) -> None:
+def require_block_decoding(model: ModelConfig, *, may_shift: bool = False) -> None:
     """Checks that a model's texts are made of blocks that stay as they are once finished.
+
+    Args:
+        model: The model.
+        may_shift: True if the caller can predict a position from the one before it.
 
     Raises:
         ConfigError: With what to use instead.
@@ -32,12 +36,12 @@ def require_block_decoding(model: ModelConfig) -> None:
         "herald_jax.generate_bidirectional.",
     )
     require(
-        not model.shifts_predictions,
+        may_shift or not model.shifts_predictions,
         "shifts_predictions",
         model.shifts_predictions,
         "False here",
-        "The first token of a block would come from the block before it, which this loop does "
-        "not run again.",
+        "The first token of a block comes from the pass that commits the block before it, which "
+        "the engine does not pass on. Use herald_jax.generate.",
     )
 
 

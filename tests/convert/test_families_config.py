@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from convert.examine import examine
+from convert.facts import block_length
 from convert.families import Family, detect, families
 from convert.fields import FieldReader
 from convert.report import Findings
@@ -116,6 +118,21 @@ FULL_SIZE["LLaDA-8B"] = (
     },
     8_015_581_184,
 )
+FULL_SIZE["Fast_dLLM_v2_7B"] = (
+    "fast_dllm_v2",
+    {
+        **QWEN,
+        "hidden_act": "silu",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    7_615_616_512,
+)
 FULL_SIZE["Dream-7B"] = (
     "dream",
     {
@@ -206,6 +223,18 @@ def test_full_attention_belongs_to_these_families_alone(tmp_path: Path) -> None:
     assert full == {"llada", "dream"}
     config = examine(Golden("llada2").write(tmp_path / "src")).description.config
     assert config is not None and not config.is_bidirectional and not config.shifts_predictions
+
+
+def test_fast_dllm_v2_has_another_name_for_its_block() -> None:
+    published = {**PUBLISHED["fast_dllm_v2"], "bd_size": 32}
+    del published["block_size"]
+    assert families()["fast_dllm_v2"].shifts_predictions
+    for changes, expected in ({}, [32]), ({"block_size": 16}, []), ({"bd_size": 8}, [8]):
+        findings = Findings("here")
+        hf = SimpleNamespace(config={**published, **changes})
+        found = block_length(families()["fast_dllm_v2"], hf, None, findings)  # type: ignore
+        assert [found.value for found in [found] if found] == expected
+        assert bool(findings.faults) is not bool(expected)
 
 
 def test_layers_without_tensors_are_named_as_llada_names_them(tmp_path: Path) -> None:

@@ -290,5 +290,5 @@ def test_block_decoding_says_what_to_use_instead() -> None:
     with pytest.raises(ConfigError, match="None are ever final.*to keep on the host"):
         LLM.from_params(LLADA, params_of("llada"))
     shifted = dataclasses.replace(LLADA, attention="block_causal", shifts_predictions=True)
-    with pytest.raises(ConfigError, match="shifts_predictions=True"):
-        generate({}, prompts, prompts[:, 0], prompts[:, 0], model=shifted, sampling=GREEDY)
+    with pytest.raises(ConfigError, match=r"shifts_predictions=True.*herald_jax\.generate"):
+        LLM.from_params(shifted, params_of("llada"))

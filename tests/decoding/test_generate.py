@@ -50,6 +50,15 @@ VARIANTS = {
     "half-rotary": dataclasses.replace(
         CONFIG, rotary_fraction=0.5, mask_token_id=0, num_kv_heads=3, block_length=5
     ),
+    "shifted": dataclasses.replace(
+        CONFIG,
+        shifts_predictions=True,
+        qkv_bias=True,
+        qk_norm=False,
+        block_length=8,
+        mask_token_id=7,
+        tokenizer_vocab_size=53,
+    ),
 }
 PROMPT_LENGTHS = (0, 1, 3, 4, 5, 8, 9, 18)
 
@@ -126,6 +135,9 @@ CASES = [
         | {"top_k": 4, "denoising_steps": 3}
         | DRAW,
     ),
+    ("shifted", {"strategy": "low_confidence_static"}),
+    ("shifted", {"strategy": "sub_blocks", "threshold": 0.3}),
+    ("shifted", {"strategy": "sub_blocks", "threshold": 0.2, "denoising_steps": 3, **DRAW}),
 ]
 
 

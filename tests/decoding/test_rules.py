@@ -129,6 +129,18 @@ def test_the_factor_does_not_take_the_last_one_that_fails() -> None:
     assert pick("factor", 1.0, view_of([1.0, math.nan, 1.0], 1)) == [0, 2]
 
 
+def test_sub_blocks_are_finished_from_the_left() -> None:
+    """Six positions in parts of two."""
+    view = view_of([0.25, 0.5, 1.0, 1.0, 1.0, 1.0], 1)
+    assert pick("sub_blocks", 0.9, view) == [1]
+    assert pick("sub_blocks", 0.5, view) == [1]
+    assert pick("sub_blocks", 0.125, view) == [0, 1]
+    assert pick("sub_blocks", 0.9, view._replace(quota=jnp.array([3], jnp.int32))) == [0, 1, 2]
+    left = view._replace(is_masked=jnp.array([[False, False, False, True, True, True]]))
+    assert pick("sub_blocks", 0.5, left) == [3]
+    assert pick("sub_blocks", 0.5, left._replace(is_masked=left.is_masked & False)) == []
+
+
 def test_the_entropy_bound_itself_is_not_below_the_bound() -> None:
     view = view_of([0.1] * 4, 1, [0.5, 0.25, 0.25, 1.0])
     assert pick("entropy_bounded", 1.0, view) == [1, 2]

@@ -93,6 +93,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "use_mrope": False,
     },
+    "fast_dllm_v2": {
+        **_SIZES,
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "hidden_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
     "llada": {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",

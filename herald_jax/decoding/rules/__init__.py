@@ -17,6 +17,7 @@ from herald_jax.decoding.rules.low_confidence_dynamic import LowConfidenceDynami
 from herald_jax.decoding.rules.low_confidence_static import LowConfidenceStatic
 from herald_jax.decoding.rules.mixed import MixedRules
 from herald_jax.decoding.rules.sequential import Sequential
+from herald_jax.decoding.rules.sub_blocks import SubBlocks
 from herald_jax.decoding.rules.threshold import Threshold
 
 RULES: dict[str, type[UnmaskRule]] = {
@@ -26,6 +27,7 @@ RULES: dict[str, type[UnmaskRule]] = {
     "entropy_bounded": EntropyBounded,
     "threshold": Threshold,
     "factor": Factor,
+    "sub_blocks": SubBlocks,
 }
 """Strategy name in `SamplingParams` -> rule."""
 
