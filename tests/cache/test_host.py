@@ -213,6 +213,14 @@ def test_staged_slots_arrive_as_they_were_filled(sharding):
         assert k.sharding.memory_kind == "device"
 
 
+def test_a_slot_holds_the_layers_of_a_large_copy():
+    row = (8, 1664, 128)  # 3.25 MiB of bfloat16
+    assert StagingRing.layers_of_slot(row, jnp.bfloat16, 34) == 5
+    assert StagingRing.layers_of_slot(row, jnp.float32, 34) == 3
+    assert StagingRing.layers_of_slot(row, jnp.bfloat16, 4) == 4
+    assert StagingRing.layers_of_slot((8, 2**17, 128), jnp.bfloat16, 34) == 1
+
+
 @pytest.fixture
 def slow_ring(sharding, monkeypatch):
     """A ring of two slots, and the list of the copies that have ended as far as it knows."""

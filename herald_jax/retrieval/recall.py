@@ -1,0 +1,198 @@
+"""The host's store of finished blocks: appends, selection, and copies for the device.
+
+Ownership: one thread, the host lane's worker, makes every call. It notes how far each stay has
+written each layer. Tokens are appended in order and once, and a selection may only look at
+tokens that its own stay has written: neither a late append nor what another request left in
+the row can get into a pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float
+
+from herald_jax.cache.host import PinnedPool
+from herald_jax.retrieval.scan import (
+    NUMBA_SCORES,
+    ScanScratch,
+    ScoreStage,
+    compile_scan,
+    count_common,
+    gather_layer,
+    scan_layer,
+)
+from herald_jax.retrieval.settings import SelectionConfig
+
+
+@dataclasses.dataclass(slots=True)
+class RecallNotes:
+    """What recalls of some layers did.
+
+    Attributes:
+        entries: Entries chosen, sinks included, all KV heads together.
+        hits: Those that the row's recall before had chosen as well.
+        bytes_scanned: Keys read for their scores.
+        bytes_gathered: Keys and values copied.
+        scan_seconds: Time of the choice.
+        gather_seconds: Time of the copies.
+    """
+
+    entries: int = 0
+    hits: int = 0
+    bytes_scanned: int = 0
+    bytes_gathered: int = 0
+    scan_seconds: float = 0.0
+    gather_seconds: float = 0.0
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the entries that the recall before had chosen as well."""
+        return self.hits / self.entries if self.entries else 0.0
+
+    def add(self, other: RecallNotes) -> None:
+        """Adds the notes of another layer."""
+        for field in dataclasses.fields(self):
+            name = field.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclasses.dataclass(slots=True)
+class _Stay:
+    """By layer: tokens written, and the positions that the last recall chose."""
+
+    epoch: int
+    written: list[int]
+    chosen: list[np.ndarray | None]
+
+
+class HostStore:
+    """Finished blocks of all rows in host memory.
+
+    Args:
+        pool: The memory.
+        spec: How keys are scored.
+        columns: Score columns of a recall, c.
+        group: Columns of one position, as `select.column_group` gives it.
+        sinks: First candidates that are always taken.
+        stage: What computes the logits.
+        clock: Gives seconds.
+    """
+
+    def __init__(
+        self,
+        pool: PinnedPool,
+        spec: SelectionConfig,
+        *,
+        columns: int,
+        group: int,
+        sinks: int,
+        stage: ScoreStage = NUMBA_SCORES,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        shape = pool.shape
+        compile_scan(shape.dtype, shape.head_dim)
+        self.shape, self.columns, self.sinks = shape, columns, sinks
+        self._pool, self._spec, self._group, self._stage = pool, spec, group, stage
+        self._clock = clock
+        self._scratch = ScanScratch(shape.kv_heads, shape.row_tokens, columns)
+        self._stays: dict[int, _Stay] = {}
+
+    def append(
+        self,
+        row: int,
+        epoch: int,
+        layer: int,
+        start: int,
+        k: Float[np.ndarray, "K T D"],
+        v: Float[np.ndarray, "K T D"],
+    ) -> None:
+        """Writes the next tokens of a stay's layer.
+
+        Raises:
+            RuntimeError: If `start` is not where the stay's last tokens ended.
+        """
+        stay = self._stays.get(row)
+        if stay is None or stay.epoch != epoch:
+            # The row has passed to another stay; what the last one wrote counts no more.
+            layers = self.shape.layers
+            stay = _Stay(epoch, [0] * layers, [None] * layers)
+        if start != stay.written[layer]:
+            raise RuntimeError(
+                f"layer {layer} of row {row} has {stay.written[layer]} tokens of stay {epoch}, "
+                f"so tokens cannot be appended at {start}"
+            )
+        self._pool.write(layer, row, start, k, v)
+        stay.written[layer] = start + k.shape[1]
+        self._stays[row] = stay
+
+    def recall(
+        self,
+        row: int,
+        epoch: int,
+        layer: int,
+        cols: Float[np.ndarray, "K c D"],
+        candidates: int,
+        wanted: int,
+        out_k: Float[np.ndarray, "K C D"],
+        out_v: Float[np.ndarray, "K C D"],
+    ) -> RecallNotes:
+        """Copies the chosen keys and values of a layer, in the order of the text; what it took.
+
+        Args:
+            row: The row.
+            epoch: The stay that asks.
+            layer: The layer.
+            cols: What `select.columns` gave.
+            candidates: First tokens that may be chosen.
+            wanted: Entries to choose besides the sinks.
+            out_k: Room for the entries; the rest of it is left as it is.
+            out_v: The same.
+
+        Raises:
+            RuntimeError: If the stay has not written all candidates.
+        """
+        stay = self._stays.get(row)
+        written = stay.written[layer] if stay is not None and stay.epoch == epoch else 0
+        if stay is None or written < candidates:
+            raise RuntimeError(
+                f"stay {epoch} has written {written} tokens of layer {layer} of row {row}, and "
+                f"{candidates} are to be selected from"
+            )
+        begin = self._clock()
+        k, v = self._pool.view(layer, row)
+        index = scan_layer(
+            k,
+            cols,
+            candidates,
+            self.sinks,
+            wanted,
+            self._spec,
+            self._scratch,
+            group=self._group,
+            stage=self._stage,
+        )
+        middle = self._clock()
+        gather_layer(k, v, index, out_k, out_v)
+        end = self._clock()
+        before, stay.chosen[layer] = stay.chosen[layer], index
+        number = index.shape[1]
+        was_scanned = number not in (candidates, min(self.sinks, candidates))
+        token_bytes = k.shape[0] * k.shape[2] * k.itemsize
+        return RecallNotes(
+            entries=index.size,
+            hits=0 if before is None else count_common(before, index),
+            bytes_scanned=candidates * token_bytes if was_scanned else 0,
+            bytes_gathered=2 * number * token_bytes,
+            scan_seconds=middle - begin,
+            gather_seconds=end - middle,
+        )
+
+    def forget(self, row: int, epoch: int) -> None:
+        """Ends a stay: what it wrote can no longer be selected."""
+        stay = self._stays.get(row)
+        if stay is not None and stay.epoch == epoch:
+            del self._stays[row]
