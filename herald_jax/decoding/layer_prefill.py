@@ -324,7 +324,7 @@ class LayerPrefill:
         return _Walk(
             places=[(np.int32(s), np.int32(len(p))) for s, p in zip(starts, pieces, strict=True)],
             chunks=[self._embed_padded(params, piece) for piece in pieces],
-            block=None if tail is None else self.embed(params, self._first_block(tail)),
+            block=None if tail is None else self.embed(params, self.first_block(tail)),
             in_flight=[],
         )
 
@@ -353,7 +353,8 @@ class LayerPrefill:
         size = next(size for size in self.buckets if size >= len(tokens))
         return self.embed(params, np.pad(tokens, (0, size - len(tokens))))
 
-    def _first_block(self, tail: Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " B"]:
+    def first_block(self, tail: Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " B"]:
+        """Inputs of the block that begins with a prompt's tail and is masked behind it."""
         block = self.config.block_length
         require(len(tail) < block, "tail tokens", len(tail), f"fewer than block_length={block}")
         first = np.full(block, self.config.mask_token_id, np.int32)

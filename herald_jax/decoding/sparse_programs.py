@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.decoding.propose import ProposalSpec, suppress
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates, run_sparse_slots
-from herald_jax.decoding.steps import DecodingOptions
+from herald_jax.decoding.steps import DecodingOptions, unmask
 from herald_jax.models.decoder import Params, bind
 from herald_jax.retrieval.device import BudgetTable, Selector
 
@@ -136,6 +136,57 @@ def place_pages(
     return LayerPool(put(pool.k, k), put(pool.v, v))
 
 
+def read_pages(pool: LayerPool, table: Int[Array, " W"]) -> LayerPool:
+    """One row of a dense layer's pages as [1, K, S, D]."""
+
+    def read(pages: jax.Array) -> jax.Array:
+        picked = pages[table].transpose(1, 0, 2, 3)
+        return picked.reshape(1, picked.shape[0], -1, picked.shape[3])
+
+    return LayerPool(read(pool.k), read(pool.v))
+
+
+def select_pool(
+    pools: LayerPool,
+    row: Int[Array, ""],
+    target: Int[Array, ""],
+    first_mask: Int[Array, ""],
+    q: Float[Array, "B H D"],
+    k: Float[Array, "1 K S D"],
+    v: Float[Array, "1 K S D"],
+    *,
+    budget: BudgetTable,
+    selector: Selector,
+) -> LayerPool:
+    """One layer's pools with that of a row's block `target` filled from its text."""
+    pool_row = target % 2 * (pools.k.shape[0] // 2) + row
+    numbers = budget.at(target[None])
+    return selector.refill(
+        pools, pool_row[None], q[None], first_mask[None], LayerPool(k, v), numbers
+    )
+
+
+def first_step(
+    states: SparseStates,
+    params: Params,
+    starts: RowStarts,
+    rows: Int[Array, " M"],
+    hidden: Float[Array, "M B E"],
+    options: DecodingOptions,
+    *,
+    model: ModelConfig,
+    spec: ProposalSpec,
+) -> SparseStates:
+    """The states after step 0 of some rows, from the hidden states after the last layer."""
+    decoder = bind(model, params)
+    states = states.begin(starts)
+    block, draft, is_stopped = states.take(rows)
+    logits = decoder.logits(decoder.norm(hidden))
+    after = unmask(model, logits, block, options, spec)
+    draft = jnp.argmax(suppress(logits, model), axis=-1).astype(draft.dtype)
+    return states.put(rows, SparseStates(after, draft, is_stopped))
+
+
 def place_recent(
     ring: LayerPool, row: Int[Array, ""], blocks: Int[Array, ""], prompt: LayerPool, block: int
 ) -> LayerPool:
@@ -174,9 +225,8 @@ def place_prompt(
     prompt = LayerPool(k, v)
     ring = place_recent(ring, row, blocks, prompt, selector.block_length)
     if q is not None:
-        pool_row = blocks % 2 * ring.k.shape[0] + row
-        pools = selector.refill(
-            pools, pool_row[None], q[None], first_mask[None], prompt, budget.at(blocks[None])
+        pools = select_pool(
+            pools, row, blocks, first_mask, q, k, v, budget=budget, selector=selector
         )
     if store is not None:
         store = LayerPool(store.k.at[row].set(k[0]), store.v.at[row].set(v[0]))

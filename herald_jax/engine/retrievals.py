@@ -97,6 +97,14 @@ class Retrieval(Protocol):
         """Returns once `poll` has something to tell."""
         ...
 
+    def settle(self, row: int) -> None:
+        """Returns once everything that was taken of a row's text can be fetched."""
+        ...
+
+    def fetch(self, row: int, at: int) -> tuple[jax.Array, jax.Array]:
+        """A row's keys and values [1, K, S, D] of sparse layer `at`, on their way to the device."""
+        ...
+
     def cancel(self, row: int, epoch: int) -> None:
         """Drops what a stay asked for."""
         ...
@@ -160,6 +168,13 @@ class DeviceRetrieval:
 
     def wait(self) -> None:
         """Nothing: a later program of the device sees what an earlier one wrote."""
+
+    def settle(self, row: int) -> None:
+        """Nothing: nothing is under way."""
+
+    def fetch(self, row: int, at: int) -> tuple[jax.Array, jax.Array]:
+        """Never called: the device has it all."""
+        raise RuntimeError("keys that are on the device are not fetched")
 
     def cancel(self, row: int, epoch: int) -> None:
         """Forgets what a stay asked for."""

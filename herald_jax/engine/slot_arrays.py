@@ -85,12 +85,17 @@ class SlotArrays:
         padding = size - len(rows)
         sampling = [row.sampling for row in rows] + [SamplingParams()] * padding
         seeds = [row.seed for row in rows] + [0] * padding
-        stops = np.full((size, STOP_ID_SLOTS), -1, np.int32)
-        for at, row in enumerate(rows):
-            ids = stop_ids(row.sampling, self._config)[:STOP_ID_SLOTS]
-            stops[at, : len(ids)] = ids
         options = decoding_options(sampling, seeds, self._config, strategies=tuple(RULES))
-        return options, _covering(proposal_spec(sampling)), stops
+        return options, _covering(proposal_spec(sampling)), self.stop_ids(decode, size)
+
+    def stop_ids(self, decode: Sequence[DecodeSlot], size: int) -> np.ndarray:
+        """Stop ids of the decode slots [size, I], padded with -1."""
+        stops = np.full((size, STOP_ID_SLOTS), -1, np.int32)
+        for at, slot in enumerate(decode):
+            row = self._rows[slot.row]
+            ids = () if row is None else stop_ids(row.sampling, self._config)[:STOP_ID_SLOTS]
+            stops[at, : len(ids)] = ids
+        return stops
 
     def starts(self, starts: Sequence[BlockStart]) -> RowStarts:
         """The blocks that begin, one entry a row."""

@@ -21,6 +21,8 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding import sparse_programs
 from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerOutput, LayerPrefill
 from herald_jax.decoding.propose import ProposalSpec
+from herald_jax.decoding.slots import RowStarts
+from herald_jax.decoding.sparse_slots import SparseStates
 from herald_jax.models.decoder import Params
 from herald_jax.retrieval.device import BudgetTable, Selector
 
@@ -34,18 +36,21 @@ class SparsePrograms:
         shape: Sizes of the cache.
 
     Attributes:
+        model: The model.
+        shape: Sizes of the cache.
+        prefill: Takes prompts through the layers.
         compile_seconds: Time that programs took to compile so far.
     """
 
     def __init__(self, config: ModelConfig, cache: CacheConfig, shape: SparseShape) -> None:
         self.compile_seconds = 0.0
-        self._model, self._shape = config, shape
+        self.model, self.shape = config, shape
         self._is_layerwise = cache.retrieval == "layerwise"
         block = config.block_length
         table = BudgetTable.of(cache.budget_of(block), shape.row_tokens // block + 2)
         selector = Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens)
         self._static: dict[str, Any] = dict(budget=table, selector=selector)
-        self._prefill = LayerPrefill(
+        self.prefill = LayerPrefill(
             config,
             capacity=shape.row_tokens,
             chunk_tokens=max(CHUNK_TOKENS // block, 1) * block,
@@ -67,7 +72,7 @@ class SparsePrograms:
         """The program of `sparse_programs.step` for such arguments."""
         step = functools.partial(
             sparse_programs.step,
-            model=self._model,
+            model=self.model,
             spec=spec,
             budget=self._static["budget"],
             is_layerwise=self._is_layerwise,
@@ -79,7 +84,7 @@ class SparsePrograms:
     def exact(self, spec: ProposalSpec, *args: Any) -> Any:
         """The program of `sparse_programs.exact_step` for such arguments."""
         step = functools.partial(
-            sparse_programs.exact_step, model=self._model, spec=spec, **self._static
+            sparse_programs.exact_step, model=self.model, spec=spec, **self._static
         )
         key = ("exact", args[5].rows.shape[0], spec)
         return self._compiled(key, step, *args, donate=(0, 1))
@@ -101,8 +106,8 @@ class SparsePrograms:
 
     def read_block(self, cache: SparseCache, row: int, index: int) -> LayerPool:
         """Keys and values [Ls, K, B, D] of a finished block that is in its row's ring."""
-        slot = index % self._shape.recent_blocks
-        block = self._model.block_length
+        slot = index % self.shape.recent_blocks
+        block = self.model.block_length
         read = functools.partial(sparse_programs.read_block, block=block)
         args = (cache.recent, np.int32(row), np.int32(slot * block))
         return self._compiled("read", read, *args, donate=())(*args)
@@ -113,7 +118,7 @@ class SparsePrograms:
         """The prompt's layers, as `LayerPrefill.layers` gives them."""
         if len(tokens):
             self._warm_prefill(params)
-        return self._prefill.layers(params, tokens, tail)
+        return self.prefill.layers(params, tokens, tail)
 
     def place_pages(
         self, cache: SparseCache, layer: int, table: np.ndarray, length: int, k: Any, v: Any
@@ -142,6 +147,38 @@ class SparsePrograms:
             store=replaced(cache.store, store),
         )
 
+    def read_pages(
+        self, cache: SparseCache, layer: int, table: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [1, K, S, D] of one dense layer of a row."""
+        args = (LayerPool(cache.dense.k[layer], cache.dense.v[layer]), table)
+        return self._compiled("gather", sparse_programs.read_pages, *args, donate=())(*args)
+
+    def select(
+        self, cache: SparseCache, at: int, row: int, index: int, tail: int, q: Any, k: Any, v: Any
+    ) -> SparseCache:
+        """The cache with the pool of sparse layer `at` filled for a row's block `index`."""
+        numbers = (np.int32(row), np.int32(index), np.int32(tail))
+        args = (cache.selected[at], *numbers, q, k, v)
+        select = functools.partial(sparse_programs.select_pool, **self._static)
+        pool = self._compiled("select", select, *args)(*args)
+        return cache._replace(selected=(*cache.selected[:at], pool, *cache.selected[at + 1 :]))
+
+    def first_step(
+        self,
+        spec: ProposalSpec,
+        states: SparseStates,
+        params: Params,
+        starts: RowStarts,
+        row: int,
+        hidden: jax.Array,
+        options: Any,
+    ) -> SparseStates:
+        """The states after a row's step 0, whose hidden states are given."""
+        step = functools.partial(sparse_programs.first_step, model=self.model, spec=spec)
+        args = (states, params, starts, np.asarray([row], np.int32), hidden, options)
+        return self._compiled(("first", spec), step, *args)(*args)
+
     def _placing(
         self, cache: SparseCache, at: int, row: int, blocks: int, tail: int, q: Any, k: Any, v: Any
     ) -> tuple[Any, ...]:
@@ -156,8 +193,8 @@ class SparsePrograms:
     def warm_prompts(self, params: Params, cache: SparseCache, table: np.ndarray) -> None:
         """Compiles what a prompt needs, with and without its first block's queries."""
         self._warm_prefill(params)
-        model, dtype = self._model, cache.selected[0].k.dtype
-        size = (1, model.num_kv_heads, self._shape.row_tokens, model.head_dim)
+        model, dtype = self.model, cache.selected[0].k.dtype
+        size = (1, model.num_kv_heads, self.shape.row_tokens, model.head_dim)
         k = jax.ShapeDtypeStruct(size, dtype)
         block = (model.block_length, model.num_heads, model.head_dim)
         for q in (jax.ShapeDtypeStruct(block, dtype), None):
@@ -169,6 +206,6 @@ class SparsePrograms:
     def _warm_prefill(self, params: Params) -> None:
         if not self._is_prefill_warm:
             begin = time.perf_counter()
-            self._prefill.warmup(params)
+            self.prefill.warmup(params)
             self.compile_seconds += time.perf_counter() - begin
             self._is_prefill_warm = True

@@ -43,6 +43,7 @@ from herald_jax.engine.slot_arrays import (
 from herald_jax.engine.slot_runner import CommittedBlock, PendingStep
 from herald_jax.engine.sparse_compiled import SparsePrograms
 from herald_jax.engine.stays import Stay
+from herald_jax.engine.streamed_step import streamed_step
 from herald_jax.models.decoder import Params
 
 
@@ -220,7 +221,7 @@ class SparseRunner:
             del k, v, q
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
-        self._stays[row] = Stay(epoch=epoch, block=start.index, ready=ready, tail=len(start.tail))
+        self._stays[row] = Stay(epoch=epoch, block=start.index, ready=ready, tail=start.tail)
 
     def _poll(self) -> None:
         self._cache, full, failures = self.retrieval.poll(self._cache)
@@ -279,21 +280,47 @@ class SparseRunner:
         decode = [s for s in plan.decode if self._stays[s.row].ready < self._stays[s.row].block]
         if not decode:
             return
+        begins = self._arrays.starts(plan.starts)
+        if self._shape.has_device_store:
+            self._run_exact_rows(decode, begins)
+            return
+        for slot in decode:
+            self._run_exact_row(slot, begins)
+            begins = self._arrays.no_starts
+
+    def _run_exact_rows(self, decode: Sequence[DecodeSlot], begins: RowStarts) -> None:
+        """All of them in one program, over the store on the device."""
         size = row_bucket(len(decode), self.max_rows)
-        options, spec, _ = self._arrays.options(decode, size)
+        options, spec, _ = self._arrays.gather(decode, size)
         targets, first = np.zeros(size, np.int32), np.zeros(size, np.int32)
         for at, slot in enumerate(decode):
             stay = self._stays[slot.row]
-            targets[at], first[at] = stay.block, stay.tail
+            targets[at], first[at] = stay.block, len(stay.tail)
             stay.ready = stay.block
         slots = self._decode_slots(decode, [slot.block_limit for slot in decode], size)
-        args = (
-            *self._arguments(self._arrays.starts(plan.starts), slots),
-            options,
-            targets,
-            first,
-        )
+        args = (*self._arguments(begins, slots), options, targets, first)
         self._cache, self._states = self.programs.exact(spec, *args)(*args)
+
+    def _run_exact_row(self, slot: DecodeSlot, begins: RowStarts) -> None:
+        """One of them, over a store that comes from the host layer by layer."""
+        stay = self._stays[slot.row]
+        options, spec, _ = self._arrays.gather([slot], 1)
+        self.retrieval.settle(slot.row)
+        self._cache, self._states = streamed_step(
+            self.programs,
+            self._cache,
+            self._states,
+            self.params,
+            row=slot.row,
+            index=stay.block,
+            tail=stay.tail,
+            table=self._tables[slot.row],
+            starts=begins,
+            fetch=functools.partial(self.retrieval.fetch, slot.row),
+            options=options,
+            spec=spec,
+        )
+        stay.ready = stay.block
 
     def _arguments(self, starts: RowStarts, decode: DecodeSlots) -> tuple[Any, ...]:
         """What every step takes first."""
@@ -314,8 +341,7 @@ class SparseRunner:
         rows, block_limits = np.full(size, self.max_rows, np.int32), np.zeros(size, np.int32)
         rows[: len(decode)] = [slot.row for slot in decode]
         block_limits[: len(decode)] = limits
-        arrays = self._arrays
-        stops = arrays.options(decode, size)[2] if decode else arrays.gather((), size)[2]
+        stops = self._arrays.stop_ids(decode, size)
         return DecodeSlots(rows, block_limits, stops)  # type: ignore[arg-type]
 
     def _on_read(

@@ -32,7 +32,7 @@ class Stay:
     ready: int
     began: int | None = None
     has_looked: bool = False
-    tail: int = 0
+    tail: tuple[int, ...] = ()
     recall: RecallAccount | None = None
     _next_recall: RecallAccount | None = None
     _sent: int = -1
@@ -59,7 +59,7 @@ class Stay:
         if index != self.block:
             raise RuntimeError(f"block {index} was committed, but block {self.block} was running")
         recall, self.recall, self._next_recall = self.recall, self._next_recall, None
-        self.block, self.tail, self.has_looked = index + 1, 0, False
+        self.block, self.tail, self.has_looked = index + 1, (), False
         # A step that was sent since then may have begun the next block already.
         self.began = max(step + 1, self._sent_at) if self._sent > index else None
         return recall
