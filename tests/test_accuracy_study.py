@@ -24,12 +24,13 @@ from benchmarks.accuracy.paired import (
     unpack_bits,
 )
 from benchmarks.accuracy.passes import Layout, Pools, first_step
-from benchmarks.accuracy.prompts import Job, made_ahead
+from benchmarks.accuracy.prompts import Job, Texts, made_ahead
 from benchmarks.accuracy.report import write_report
 from benchmarks.accuracy.selecting import PAGE_TOKENS, page_importance, select
 from benchmarks.accuracy.study import CellResults, Outcomes, jobs_of
 from benchmarks.accuracy.warm import warm_up
 from benchmarks.record import write_record
+from examples.train_tiny.tokenizer import ASSETS
 from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.generate import generate, pad_prompts
@@ -198,6 +199,17 @@ def test_recall_and_mass_of_the_best_selection_are_the_best() -> None:
         assert (measured[name].first[1] < best.first[1]).all()
 
 
+def test_committed_keys_of_dense_decoding_have_no_error() -> None:
+    batch().decode(ARMS[0])
+    sums, rows = batch().committed_error()
+    assert rows.tolist() == [sum(n > nth for n in batch().decoded.blocks) for nth in range(BLOCKS)]
+    np.testing.assert_allclose(sums, 0, atol=1e-5)
+    batch().decode(ARMS[7])
+    found = batch().committed_error()[0] / np.maximum(rows, 1)
+    assert (found > 0.01).all() and (found < 1.5).all()
+    assert batch().committed_error()[0].max() < 1e-5  # the exact ones are in the cache now
+
+
 @pytest.mark.parametrize("candidates", [45, 64, 5, 0])
 def test_a_page_scores_by_the_bound_of_its_candidates(candidates: int) -> None:
     draw = np.random.default_rng(2)
@@ -296,6 +308,21 @@ def test_batches_of_all_tasks_grow_together_and_prompts_repeat() -> None:
     assert json.dumps([job.cell for job, _ in made])
 
 
+def test_another_tokenizer_gets_its_own_chat_template(tmp_path: Path) -> None:
+    (_, made), *_ = made_ahead([Job("kv-brief", 1024, 3, 1)], 0)
+    assert Texts(ASSETS).ids(made[0]) == made[0].ids
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((ASSETS / name).read_text() + " ")
+    template = "{% for m in messages %}<|user|>{{ m['content'] }}<|assistant|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    texts = Texts(tmp_path)
+    ids = texts.ids(made[0])
+    assert ids[0] == 3 and ids[-1] == 4 and ids.count(3) == 1
+    text = texts.text(ids)
+    assert text.endswith("Answer briefly.") and made[0].contained(text)
+    assert "\n\nWhat is the entry for" in text
+
+
 def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None:
     """A page that is rendered again loses what was written by hand, or hides a failure."""
     draw = np.random.default_rng(0)
@@ -306,6 +333,10 @@ def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None
         for arm in arms:
             good = dense if arm.name != "random 5%" else [False] * 900
             results.outcomes[length][arm.name].add(Outcomes(good, good, [3] * 900, [2] * 900))
+    sums, rows = np.asarray([1.0, 0.5, 0.25]), np.asarray([4, 4, 1])
+    results.add_drift(1024, "default 5%", sums[:2], rows[:2])
+    results.add_drift(1024, "default 5%", sums, rows)
+    results.add_drift(2048, "default 5%", 2 * sums[:1], rows[:1])
     results.quality[1024]["default 5%"].add(
         Quality(np.arange(6.0).reshape(3, 2), np.ones((3, 2)), np.asarray([10, 8]))
     )
@@ -329,6 +360,7 @@ def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None
     text = page.read_text()
     assert "| kv | default 5% | 1800 | +0.00 [-0.15, +0.15] | passes |" in text
     assert re.search(r"\| random 5% \| -9[67]\.", text)
+    assert "| kv | default 5% | 0.333 0.125 0.250 | 1 |" in text
     assert "| first block | 0.00 0.10 | 0.20 0.30 | 0.40 0.50 |" in text
     assert "| later blocks | 0.12 0.12 | 0.12 0.12 | 0.12 0.12 |" in text
     page.write_text(text.replace("<!-- findings -->", "<!-- findings -->\nSo it is."))

@@ -47,6 +47,14 @@ class Answer:
 
 
 @dataclasses.dataclass(slots=True)
+class Decoded:
+    """The texts of a batch, prompts included, and the blocks that each row decoded."""
+
+    text: np.ndarray
+    blocks: list[int]
+
+
+@dataclasses.dataclass(slots=True)
 class Quality:
     """Sums over rows of recall, captured mass and best mass, by layer, and the rows counted.
 
@@ -89,6 +97,7 @@ class Batch:
         text: The prompts, padded.
         cache: Keys and values; every call of `decode` replaces it.
         options: What decides the tokens besides the logits.
+        decoded: What the last call of `decode` left.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class Batch:
         self._params, self._config, self._layout = params, config, layout
         self._pool_tokens, self._max_blocks = pool_tokens, max_blocks
         self.rows = len(prompts)
+        self.decoded = Decoded(np.zeros((0, 0), np.int32), [0] * self.rows)
         self.lengths = np.asarray([len(ids) for ids in prompts], np.int32)
         self._first = self.lengths // config.block_length
         last = int(self._first.max()) + max_blocks
@@ -165,6 +175,7 @@ class Batch:
             np.put_along_axis(text, at, np.where(is_new, out, np.take_along_axis(text, at, 1)), 1)
             for row in np.flatnonzero(is_active):
                 steps[row].append(int(used[row]))
+            self.decoded = Decoded(text, [len(used) for used in steps])
             is_active = is_active & ~(np.isin(out, stops) & is_new).any(1)
             if not is_active.any() or nth + 1 == self._max_blocks:
                 break
@@ -173,6 +184,45 @@ class Batch:
                 queries = self._look(arm, pools, nth, standing)
                 pools = self._select(arm, nth + 1, queries, is_active, quality)
         return [self._answer(row, text[row], steps[row]) for row in range(self.rows)]
+
+    def committed_error(self) -> tuple[np.ndarray, np.ndarray]:
+        """How far the decoded blocks' keys and values are from exact ones, by number of block.
+
+        The blocks are run again with full attention, each after exact blocks, and replace those
+        of the last `decode`. The error of a layer is the norm of the difference over that of
+        the exact keys and values; sums over rows of the mean over sparse layers, and the rows.
+        """
+        block, most = self._config.block_length, max(self.decoded.blocks)
+        blocks = np.asarray(self.decoded.blocks)
+        window = (self._first * block)[:, None] + np.arange(most * block)
+
+        def committed() -> list[jax.Array]:
+            return [
+                jnp.take_along_axis(x, window[:, None, :, None], axis=2)
+                for layer in self._sparse
+                for x in (self.cache.k[layer], self.cache.v[layer])
+            ]
+
+        ours = committed()
+        for nth in range(most):
+            nobody = np.zeros(self.rows, bool)
+            state = self.state(nth, self.decoded.text, nobody)
+            yes = self._flags[True]
+            self.cache, _ = finish(
+                self._params, self.cache, self._nothing, state, blocks > nth, yes, yes,
+                self.options, config=self._config, layout=self._layout,
+            )  # fmt: skip
+        errors = np.zeros((self.rows, most))
+        for mine, exact in zip(ours, committed(), strict=True):
+            gap, size = (
+                np.square(np.asarray(x, np.float32))
+                .reshape(self.rows, -1, most, block, self._config.head_dim)
+                .sum((1, 3, 4))
+                for x in (mine - exact, exact)
+            )
+            errors += np.sqrt(gap / np.maximum(size, 1e-30)) / (2 * len(self._sparse))
+        is_there = blocks[:, None] > np.arange(most)
+        return (errors * is_there).sum(0), is_there.sum(0)
 
     def _answer(self, row: int, text: np.ndarray, steps: list[int]) -> Answer:
         first = int(self._first[row])

@@ -42,6 +42,7 @@ def write_report(results: Path, page: Path) -> None:
         *_cells(records),
         *_budgets(records),
         *_side_arms(records),
+        *_drift(records),
         *_selection(records),
     ]
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -177,6 +178,36 @@ def _side_arms(records: list[Record]) -> Iterable[str]:
         for record in records
     ]
     yield table(["arm", *counts], rows)
+
+
+def _drift(records: list[Record]) -> Iterable[str]:
+    yield "## Drift of committed keys and values"
+    yield (
+        "Relative error of what the decoded blocks left in the cache, against the same tokens "
+        "committed with full attention: first block, second, and so on; mean over sparse "
+        "layers, rows and lengths, with the rows of the last block given."
+    )
+    rows = []
+    for record in records:
+        for name in record["settings"]["arms"]:
+            found = [
+                by_arm[name]
+                for by_arm in record["figures"]["committed_error"].values()
+                if name in by_arm
+            ]
+            if not found:
+                continue
+            most = max(len(line["rows"]) for line in found)
+            errors = []
+            for nth in range(most):
+                there = [line for line in found if len(line["rows"]) > nth]
+                count = sum(line["rows"][nth] for line in there)
+                total = sum(line["rows"][nth] * line["mean"][nth] for line in there)
+                errors.append((total / count, count))
+            text = " ".join(f"{mean:.3f}" for mean, _ in errors)
+            rows.append([_cell(record), name, text, str(errors[-1][1])])
+    if rows:
+        yield table(["task", "arm", "error by block", "rows"], rows)
 
 
 def _selection(records: list[Record]) -> Iterable[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.accuracy.arms import Arm, study_arms
 from benchmarks.accuracy.decode import (
@@ -95,9 +96,20 @@ class CellResults:
 
     def __init__(self, arms: list[Arm], lengths: list[int], layers: int) -> None:
         self.outcomes = {length: {arm.name: Outcomes() for arm in arms} for length in lengths}
+        self.drift = {
+            length: {arm.name: (np.zeros(0), np.zeros(0, int)) for arm in arms}
+            for length in lengths
+        }
         self.quality = {
             length: {arm.name: Quality.empty(layers) for arm in arms} for length in lengths
         }
+
+    def add_drift(self, length: int, name: str, sums: np.ndarray, rows: np.ndarray) -> None:
+        """Adds what `Batch.committed_error` found."""
+        size = max(len(sums), len(self.drift[length][name][0]))
+        pairs = zip(self.drift[length][name], (sums, rows), strict=True)
+        old, new = (sum(np.pad(x, (0, size - len(x))) for x in pair) for pair in pairs)
+        self.drift[length][name] = (np.asarray(old), np.asarray(new))
 
     def figures(self) -> dict[str, Any]:
         """The part of a record under `figures`."""
@@ -117,6 +129,17 @@ class CellResults:
             "by_length": by_length,
             "pooled": {
                 name: ours.figures(dense, with_bits=False) for name, (ours, dense) in pooled.items()
+            },
+            "committed_error": {
+                str(length): {
+                    name: {
+                        "rows": rows.tolist(),
+                        "mean": [round(float(x), 4) for x in sums / np.maximum(rows, 1)],
+                    }
+                    for name, (sums, rows) in by_arm.items()
+                    if rows.any()
+                }
+                for length, by_arm in self.drift.items()
             },
             "selection": {
                 str(length): {
@@ -244,6 +267,8 @@ def run(arguments: argparse.Namespace) -> None:
                 quality = found.quality[job.length][arm.name] if is_measured else None
                 answers = batch.decode(arm, quality)[: len(prompts)]
                 found.outcomes[job.length][arm.name].add(_judged(texts, prompts, answers))
+                if is_measured and arm.is_main:
+                    found.add_drift(job.length, arm.name, *batch.committed_error())
         cache = batch.cache
         took = time.monotonic() - start
         shares = {
