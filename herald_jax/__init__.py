@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         generate_bidirectional,
         generate_bidirectional_program,
     )
+    from herald_jax.decoding.editing import Editing
     from herald_jax.decoding.generate import generate, generate_program, pad_prompts
     from herald_jax.decoding.texts import GenerationOutput
     from herald_jax.engine.async_llm import AsyncLLM
@@ -53,6 +54,7 @@ _HOMES = {
     "GenerationOutput": "herald_jax.decoding.texts",
     "generate": "herald_jax.decoding.generate",
     "generate_program": "herald_jax.decoding.generate",
+    "Editing": "herald_jax.decoding.editing",
     "generate_bidirectional": "herald_jax.decoding.bidirectional",
     "generate_bidirectional_program": "herald_jax.decoding.bidirectional",
     "pad_prompts": "herald_jax.decoding.generate",
@@ -77,6 +79,7 @@ __all__ = [
     "GenerationOutput",
     "generate",
     "generate_program",
+    "Editing",
     "generate_bidirectional",
     "generate_bidirectional_program",
     "pad_prompts",

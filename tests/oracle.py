@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.editing import Editing
 from herald_jax.decoding.propose import gumbel_noise
 from herald_jax.sampling import SamplingParams
 
@@ -118,6 +119,7 @@ class Decoded:
     finish_reason: str = ""
     margin: float = math.inf
     text: list[int] = dataclasses.field(default_factory=list)
+    edits: int = 0
 
     def watch(self, *gaps: float) -> None:
         """Notes how close decisions were."""
@@ -282,6 +284,7 @@ def decode(
     seed: int,
     sampling: SamplingParams,
     logits_of: Any = forward,
+    editing: Editing | None = None,
 ) -> Decoded:
     """One row from prompt to end; `params` from `to_float64`."""
     size = config.block_length
@@ -304,13 +307,19 @@ def decode(
             text.append(offer.token)
             steps[first], known[first] = 0, offer
         text += [None] * ((block + 1) * size - len(text))
-        while None in text:
+        passes = 0
+        while None in text or editing is not None:
+            had_masks = None in text
+            passes += not had_masks
+            if editing is not None and passes > editing.max_steps:
+                break
             inputs = [config.mask_token_id if token is None else token for token in text]
             logits = logits_of(config, params, inputs)[first:]
             noise: Any = [None] * size
             if sampling.temperature > 0:
                 noise = noise_of(seed, block, step, size, config.vocab_size)
             masked = [i for i in range(size) if text[first + i] is None]
+            settled = [i for i in range(size) if i not in masked and first + i >= len(prompt)]
             source = {i: max(i - shift, 0) for i in masked}
             offers = {i: propose(logits[source[i]], config, sampling, noise[i]) for i in masked}
             confidence = {i: offers[i].confidence for i in masked}
@@ -320,6 +329,22 @@ def decode(
                 text[first + i] = offers[i].token
                 steps[first + i], known[first + i] = step, offers[i]
             step += 1
+            if editing is None:
+                continue
+            edits = 0
+            for i in settled:
+                other = propose(logits[i], config, sampling, noise[i])
+                if other.confidence > editing.threshold - 1e-3:
+                    row.watch(other.gap)
+                if other.token != text[first + i]:
+                    row.watch(other.confidence - editing.threshold)
+                    if other.confidence > editing.threshold:
+                        text[first + i] = other.token
+                        steps[first + i], known[first + i] = step - 1, other
+                        edits += 1
+            row.edits += edits
+            if not had_masks and not edits:
+                break
         row.steps_per_block.append(step)
         end = len(prompt) + sampling.max_tokens
         for position in range(max(first, len(prompt)), min(first + size, end)):

@@ -26,6 +26,6 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "llada2 (checked on random weights)" in out and "block length: 32" in out
     assert "logits equal Qwen3MoeForCausalLM of transformers on tiny random weights" in out
-    assert "differs: LLaDA2.1 decodes as 2.0 does" in out
+    assert "differs: LLaDA2.1's editing of committed tokens is in herald_jax.generate" in out
     assert "attention: full, decoded by herald_jax.generate_bidirectional; a position is" in out
     assert all(len(line) <= 100 for line in out.splitlines())

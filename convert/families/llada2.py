@@ -136,6 +136,10 @@ FAMILY = Family(
         "logits equal Glm4MoeForCausalLM of transformers, renamed, on tiny random weights",
         "conversion is bit for bit",
         "parameter counts equal those of the published sizes",
+        "editing steps equal those of BlockRefinementScheduler of diffusers on random logits",
     ),
-    limits=("LLaDA2.1 decodes as 2.0 does: committed tokens are not edited",),
+    limits=(
+        "LLaDA2.1's editing of committed tokens is in herald_jax.generate(editing=...); LLM and "
+        "the server decode 2.1 as 2.0",
+    ),
 )

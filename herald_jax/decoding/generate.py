@@ -23,6 +23,7 @@ from herald_jax._checks import require, require_int
 from herald_jax.cache.dense import DenseCache
 from herald_jax.cache.layout import round_up
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.editing import Editing, decode_edited_block
 from herald_jax.decoding.options import (
     decoding_options,
     proposal_spec,
@@ -87,6 +88,7 @@ def generate(
     *,
     model: ModelConfig,
     sampling: SamplingParams,
+    editing: Editing | None = None,
 ) -> GenerationOutput:
     """Generates for a batch of ragged prompts in one jitted call.
 
@@ -101,6 +103,8 @@ def generate(
         model: The model's config (static).
         sampling: Options shared by all rows (static). `n`, `seed` and `stop` belong to `LLM`:
             repeat a prompt for several samples, pass `seeds`, and search strings afterwards.
+        editing: How committed tokens of a running block may be replaced, as LLaDA2.1 was trained
+            to do (static); left out, they stay.
 
     Raises:
         ConfigError: If a parameter, shape, dtype, id, length or option is not allowed.
@@ -108,8 +112,16 @@ def generate(
     require_block_decoding(model, may_shift=True)
     check_sampling(model, sampling)
     check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
+    require(
+        editing is None or not model.shifts_predictions,
+        "editing",
+        editing,
+        "None for a model that shifts its predictions",
+    )
     check_params(model, params)
-    return generate_program(params, prompts, prompt_lengths, seeds, model=model, sampling=sampling)
+    return generate_program(
+        params, prompts, prompt_lengths, seeds, model=model, sampling=sampling, editing=editing
+    )
 
 
 def check_sampling(model: ModelConfig, sampling: SamplingParams) -> None:
@@ -169,7 +181,7 @@ def check_batch(
     require(bool(is_seed.all()), "seeds", np.asarray(seeds).tolist(), "in 0..2^32-1")
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling"))
+@functools.partial(jax.jit, static_argnames=("model", "sampling", "editing"))
 def generate_program(
     params: Params,
     prompts: Integer[Array, "R P"],
@@ -178,6 +190,7 @@ def generate_program(
     *,
     model: ModelConfig,
     sampling: SamplingParams,
+    editing: Editing | None = None,
 ) -> GenerationOutput:
     """The jitted program behind `generate`, without its checks; lower it to compile ahead."""
     rows, width = prompts.shape
@@ -210,7 +223,8 @@ def generate_program(
         steps_per_block=jnp.zeros((rows, most_blocks), jnp.int32),
         block=first_block,
     )
-    advance = functools.partial(_advance, decoder, sampling, lengths, seeds.astype(jnp.uint32))
+    seeds = seeds.astype(jnp.uint32)
+    advance = functools.partial(_advance, decoder, sampling, editing, lengths, seeds)
     progress = lax.while_loop(lambda p: p.texts.is_active.any(), advance, progress)
     steps = progress.steps_per_block
     forwards = steps.sum(-1) + (steps > 0).sum(-1)  # every block has one commit pass
@@ -220,6 +234,7 @@ def generate_program(
 def _advance(
     decoder: Decoder,
     sampling: SamplingParams,
+    editing: Editing | None,
     prompt_lengths: Int[Array, " R"],
     seeds: UInt32[Array, " R"],
     progress: _Progress,
@@ -239,12 +254,16 @@ def _advance(
     )
     spec = proposal_spec([sampling])
     cache, ahead = progress.cache, progress.ahead
-    if ahead is None:
-        cache, state = decode_block(decoder, cache, state, texts.is_active, options, spec)
-    else:
+    if ahead is not None:
         cache, state, ahead = decode_shifted_block(
             decoder, cache, state, ahead, texts.is_active, options, spec
         )
+    elif editing is not None:
+        cache, state = decode_edited_block(
+            decoder, cache, state, texts.is_active, options, spec, editing
+        )
+    else:
+        cache, state = decode_block(decoder, cache, state, texts.is_active, options, spec)
     stops = stop_ids(sampling, model)
     written = texts.write_block(state, positions, prompt_lengths, stops, sampling.max_tokens)
     row = jnp.arange(rows)

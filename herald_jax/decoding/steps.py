@@ -15,7 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.propose import ProposalSpec, RowOptions, propose, suppress
+from herald_jax.decoding.propose import (
+    Proposal,
+    ProposalSpec,
+    RowOptions,
+    propose,
+    suppress,
+)
 from herald_jax.decoding.rules import BlockView, Chooser, most_confident, quota
 from herald_jax.models.decoder import Decoder
 
@@ -104,10 +110,26 @@ def unmask(
     spec: ProposalSpec,
 ) -> BlockState:
     """The blocks after committing what the rule chooses from one pass's logits."""
-    rows = options.rows
+    return commit(config, offer(config, logits, state, options, spec), state, options)
+
+
+def offer(
+    config: ModelConfig,
+    logits: Float[Array, "R B V"],
+    state: BlockState,
+    options: DecodingOptions,
+    spec: ProposalSpec,
+) -> Proposal:
+    """What each position would become by one pass's logits; the mask id is not offered."""
     logits = suppress(logits, config)
-    proposal = propose(logits, rows, spec, options.seeds, state.index, state.steps)
-    owed = quota(state.steps, rows.denoising_steps, config.block_length)
+    return propose(logits, options.rows, spec, options.seeds, state.index, state.steps)
+
+
+def commit(
+    config: ModelConfig, proposal: Proposal, state: BlockState, options: DecodingOptions
+) -> BlockState:
+    """The blocks with the masked positions filled that the rule chooses."""
+    owed = quota(state.steps, options.rows.denoising_steps, config.block_length)
     view = BlockView(
         is_masked=state.is_masked,
         confidence=proposal.confidence,
