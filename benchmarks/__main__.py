@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import accuracy, continuous, conversion_memory, mixture, serve_load, step
+from benchmarks import accuracy, continuous, conversion_memory, host_lane, mixture, serve_load, step
 
 BENCHMARKS = {
     "accuracy": accuracy,
     "continuous": continuous,
     "conversion_memory": conversion_memory,
+    "host_lane": host_lane,
     "mixture": mixture,
     "serve_load": serve_load,
     "step": step,

@@ -98,7 +98,7 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
         try:
             scratch = ScanScratch(1, 8, 1)
             spec = SelectionConfig()
-            plan = _plan(scratch, 1, 1, spec, candidates=4, sinks=1, number=2)
+            plan = plan_scan(scratch, 1, 1, spec, candidates=4, sinks=1, number=2)
             k = _read_only(np.zeros((1, 8, head_dim), bits))
             cols = np.zeros((1, kernels.COLUMN_BLOCK, head_dim), np.float32)
             kernels.score_keys(plan, scratch.work, k, cols)
@@ -158,7 +158,7 @@ def chunk_tokens(kv_heads: int, candidates: int) -> int:
     return chunk
 
 
-def _plan(
+def plan_scan(
     scratch: ScanScratch,
     columns: int,
     group: int,
@@ -168,6 +168,7 @@ def _plan(
     sinks: int,
     number: int,
 ) -> Any:
+    """What the loops of one scan are asked for."""
     return _kernels().Plan(
         columns=columns,
         group=group,
@@ -248,7 +249,7 @@ SCORE_STAGES: dict[str, type[ScoreStage]] = {
 NUMBA_SCORES = NumbaScores()
 
 
-def _padded_columns(cols: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def padded_columns(cols: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Columns rounded to the dtype of the keys, as fp32, with zeros up to whole blocks."""
     block = _kernels().COLUMN_BLOCK
     kv_heads, count, dim = cols.shape
@@ -311,13 +312,18 @@ def scan_layer(
         index[:] = np.arange(taken_sinks + number)
         return index
     compile_scan(k.dtype, dim)
-    plan = _plan(
+    plan = plan_scan(
         scratch, count, group, spec, candidates=candidates, sinks=taken_sinks, number=number
     )
-    stage(plan, scratch, k, _padded_columns(cols, k.dtype))
+    stage(plan, scratch, k, padded_columns(cols, k.dtype))
+    choose_scored(plan, scratch, index)
+    return index
+
+
+def choose_scored(plan: Any, scratch: ScanScratch, index: Int[np.ndarray, "K n"]) -> None:
+    """Fills `index` with the best of the keys whose logits a stage left in the scratch."""
     with _turn:
         _kernels().choose_keys(plan, scratch.work, index)
-    return index
 
 
 def gather_layer(
