@@ -135,6 +135,8 @@ class HostShape:
         """Checks every field."""
         for field in ("layers", "rows", "kv_heads", "row_tokens", "head_dim"):
             require_int(field, getattr(self, field), 1)
+        # Larger numbers of bytes are fine: only positions within a row are of 32 bits.
+        require(self.row_tokens < 2**31, "row_tokens", self.row_tokens, "less than 2^31")
         width = np.dtype(self.dtype).itemsize
         require(width in _BITS, "dtype", self.dtype, "two or four bytes wide")
 

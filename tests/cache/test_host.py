@@ -15,6 +15,7 @@ import pytest
 from herald_jax import ConfigError, settings
 from herald_jax.cache import host
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing
+from herald_jax.cache.host_link import LinkRates, measure_link
 from herald_jax.cache.host_memory import available_host_bytes, check_host_memory
 
 LAYERS, ROWS, KV_HEADS, TOKENS, DIM = 3, 4, 2, 24, 8
@@ -120,7 +121,7 @@ def test_a_pool_that_does_not_fit_is_refused_before_it_is_allocated(sharding, mo
         PinnedPool(shape(), sharding, host_bytes=need, more_bytes=7)
     # More elements than 32 bits can count are no fault, but more than this machine has is.
     with pytest.raises(ConfigError, match="available memory"):
-        PinnedPool(shape(row_tokens=2**44), sharding)
+        PinnedPool(shape(rows=2**40), sharding)
     with pytest.raises(AssertionError, match="allocated"):
         PinnedPool(shape(), sharding, host_bytes=need)
 
@@ -150,7 +151,7 @@ def test_available_memory_is_that_of_the_container_if_it_is_less(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("layers", 0), ("row_tokens", -1), ("rows", True), ("dtype", np.int8)]
+    ("field", "value"), [("layers", 0), ("row_tokens", 2**31), ("rows", True), ("dtype", np.int8)]
 )
 def test_a_shape_names_the_field_that_is_wrong(field, value):
     with pytest.raises(ConfigError, match=f"^{field}="):
@@ -192,6 +193,20 @@ def test_a_copy_to_the_host_waits_for_the_program_that_writes_the_array(sharding
         copy = host.start_copy(slow(x), sharding)
         assert copy.sharding.memory_kind == "pinned_host"
         np.testing.assert_array_equal(host.finish_copy(copy), expected)
+
+
+def test_a_slow_link_is_told_of(sharding, caplog):
+    """Kind of fault: copies run at a tenth of the rate and nobody notices."""
+    caplog.set_level("INFO")
+    ticks = iter([0.0, 0.5, 0.0, 0.125])
+    rates = measure_link(sharding, 4 << 20, clock=lambda: next(ticks))
+    assert rates == LinkRates(to_host=8 << 20, to_device=32 << 20)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "less than 8" in caplog.text
+    caplog.clear()
+    ticks = iter([0.0, 1e-4, 0.0, 1e-5])
+    assert measure_link(sharding, 4 << 20, clock=lambda: next(ticks)).to_host > 8e9
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 ROW = (KV_HEADS, 6, DIM)

@@ -214,6 +214,31 @@ def test_a_gather_stays_inside_its_arrays():
             gather_layer(k, k, wrong, k.copy(), k.copy())
 
 
+def test_rows_past_the_reach_of_32_bits():
+    """Kind of fault: an index of 32 bits overflows and zeros are read.
+
+    The arrays are of 5 GB, of which only the pages that are touched take memory.
+    """
+    heads, keys, dim = 8, 2**21, 148
+    try:
+        k = np.zeros((heads, keys, dim), np.uint16).view(np.dtype(jnp.bfloat16))
+        scratch = ScanScratch(heads, keys, 4)
+    except MemoryError:
+        pytest.skip("no address space")
+    assert (heads - 1) * keys * dim > 2**31
+    cols = np.ones((heads, 4, dim), np.float32)
+    best = np.arange(heads) * 7 + 40
+    for head in range(heads):
+        k[head, best[head]] = 1
+        k[head, keys - 1 - head] = 3 + head
+    index = scan_layer(k, cols, 600, 0, 1, SelectionConfig(dilation=0), scratch)
+    assert index[:, 0].tolist() == best.tolist()
+    last = (keys - 1 - np.arange(heads, dtype=np.int32))[:, None]
+    out = np.zeros((heads, 1, dim), k.dtype)
+    gather_layer(k, k, last, out, np.zeros_like(out))
+    assert (out[:, 0].astype(np.float32) == 3 + np.arange(heads)[:, None]).all()
+
+
 def test_common_positions():
     before = np.array([[1, 4, 9, 12], [0, 1, 2, 3]], np.int32)
     after = np.array([[0, 4, 5, 12, 13], [3, 4, 5, 6, 7]], np.int32)
