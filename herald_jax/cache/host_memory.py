@@ -41,6 +41,29 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
     return min(found, default=None)
 
 
+def _limits(
+    *, is_gpu: bool, host_bytes: int | None, available: int | None
+) -> list[tuple[int, str, str]]:
+    """Bytes that there are, what limits them, and what to do about it."""
+    limits = []
+    if host_bytes is not None:
+        limits.append((host_bytes, "`host_bytes`", "raise `host_bytes`"))
+    if is_gpu:
+        cap = max(pinned_limit_bytes() - XLA_PINNED_BYTES, 0)
+        what = f"the cap of pinned memory that {PINNED_LIMIT_VARIABLE} sets, less what XLA uses"
+        limits.append((cap, what, f"raise {PINNED_LIMIT_VARIABLE} before the process starts"))
+    if available is not None:
+        free = max(available - SYSTEM_BYTES, 0)
+        limits.append((free, "the machine's available memory", "free memory on this machine"))
+    return limits
+
+
+def pinnable_bytes(host_bytes: int | None = None, *, is_gpu: bool) -> int:
+    """The most bytes that `check_host_memory` would let pass."""
+    limits = _limits(is_gpu=is_gpu, host_bytes=host_bytes, available=available_host_bytes())
+    return min((have for have, _, _ in limits), default=1 << 62)
+
+
 def check_host_memory(
     need: int, *, is_gpu: bool, host_bytes: int | None = None, available: int | None = None
 ) -> None:
@@ -57,16 +80,7 @@ def check_host_memory(
     """
     if available is None:
         available = available_host_bytes()
-    limits = []
-    if host_bytes is not None:
-        limits.append((host_bytes, "`host_bytes`", "raise `host_bytes`"))
-    if is_gpu:
-        cap = max(pinned_limit_bytes() - XLA_PINNED_BYTES, 0)
-        what = f"the cap of pinned memory that {PINNED_LIMIT_VARIABLE} sets, less what XLA uses"
-        limits.append((cap, what, f"raise {PINNED_LIMIT_VARIABLE} before the process starts"))
-    if available is not None:
-        free = max(available - SYSTEM_BYTES, 0)
-        limits.append((free, "the machine's available memory", "free memory on this machine"))
+    limits = _limits(is_gpu=is_gpu, host_bytes=host_bytes, available=available)
     for have, what, remedy in sorted(limits):
         if need > have:
             raise ConfigError(

@@ -6,6 +6,12 @@ import dataclasses
 
 from herald_jax.configs import ModelConfig
 
+STAGING_SLOTS = 4
+"""Pinned buffers through which selected entries travel to the device."""
+
+STAGING_BYTES = 16 << 20
+"""Least bytes of such a buffer's keys and values; smaller copies run at half the link's rate."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SparseShape:
@@ -46,8 +52,16 @@ class SparseShape:
         """Bytes of all of them."""
         return sum(self.device_parts(model, itemsize).values())
 
+    def staging_layers(self, model: ModelConfig, itemsize: int) -> int:
+        """Layers whose entries travel together."""
+        entries = 2 * self.pool_tokens * model.num_kv_heads * model.head_dim * itemsize
+        return min(-(-STAGING_BYTES // entries), model.num_layers - self.dense_layers)
+
     def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
-        """Bytes of the host's pool of finished blocks; 0 with the store on the device."""
+        """Pinned bytes: finished blocks and staging buffers; 0 with the store on the device."""
+        if self.has_device_store:
+            return 0
         token = 2 * model.num_kv_heads * model.head_dim * itemsize
         layers = model.num_layers - self.dense_layers
-        return 0 if self.has_device_store else token * layers * self.rows * self.row_tokens
+        staged = STAGING_SLOTS * self.staging_layers(model, itemsize) * self.pool_tokens
+        return token * (layers * self.rows * self.row_tokens + staged)

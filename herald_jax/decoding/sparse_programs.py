@@ -18,6 +18,7 @@ from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates, run_sparse_slots
 from herald_jax.decoding.steps import DecodingOptions, unmask
 from herald_jax.models.decoder import Params, bind
+from herald_jax.retrieval import select
 from herald_jax.retrieval.device import BudgetTable, Selector
 
 
@@ -231,6 +232,18 @@ def place_prompt(
     if store is not None:
         store = LayerPool(store.k.at[row].set(k[0]), store.v.at[row].set(v[0]))
     return pools, ring, store
+
+
+def columns(
+    queries: Sequence[Float[Array, "A B H D"]], *, kv_heads: int, selector: Selector
+) -> list[Float[Array, "L K c D"]]:
+    """What the host scores with: of each slot, the columns of all sparse layers."""
+    nothing_known = jnp.zeros((queries[0].shape[0],), jnp.int32)
+    layers = [
+        select.columns(selector.queries(q, nothing_known), kv_heads, selector.spec.heads)
+        for q in queries
+    ]
+    return list(jnp.stack(layers, axis=1))
 
 
 def install(

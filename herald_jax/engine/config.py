@@ -119,13 +119,6 @@ class EngineSizes:
         return self.kv_bytes // self.num_pages
 
 
-def pinnable_bytes(limit: int | None) -> int:
-    """Host bytes that may be pinned: what is asked for, or half of the machine's memory."""
-    if limit is not None:
-        return limit
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def device_bytes_limit(device: Any) -> int:
     """Bytes that JAX may use on a device; on a CPU, the machine's memory."""
     stats = device.memory_stats()

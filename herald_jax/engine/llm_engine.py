@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from herald_jax._checks import ConfigError, require
+from herald_jax.cache.host_memory import pinnable_bytes
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.options import require_block_decoding
 from herald_jax.decoding.propose import ProposalSpec
@@ -27,7 +28,6 @@ from herald_jax.engine.config import (
     EngineConfig,
     EngineSizes,
     device_bytes_limit,
-    pinnable_bytes,
     size_engine,
 )
 from herald_jax.engine.live import LiveSample, SampleEvent
@@ -39,7 +39,7 @@ from herald_jax.engine.sample import Sample
 from herald_jax.engine.scheduler import Scheduler
 from herald_jax.engine.slot_arrays import RowSampling
 from herald_jax.engine.slot_runner import CommittedBlock, SlotRunner
-from herald_jax.engine.sparse_runner import sparse_runner
+from herald_jax.engine.sparse_runner import SparseRunner
 from herald_jax.engine.sparse_sizes import size_sparse_engine
 from herald_jax.models.decoder import (
     Params,
@@ -114,7 +114,8 @@ class LLMEngine:
                 config,
                 itemsize=self.itemsize,
                 free_bytes=free_bytes,
-                host_bytes=pinnable_bytes(cache.host_bytes),
+                host_bytes=pinnable_bytes(cache.host_bytes, is_gpu=device.platform == "gpu"),
+                is_cpu=device.platform == "cpu",
             )
         self._params = params
         self._params_version = 0
@@ -148,7 +149,7 @@ class LLMEngine:
     def _make_runner(self) -> RunnerLike:
         sizes, cache = self.sizes, self.settings.cache
         if cache is not None and sizes.sparse is not None:
-            return sparse_runner(self.config, self._params, cache, sizes.sparse)
+            return SparseRunner(self.config, self._params, cache, sizes.sparse)
         return SlotRunner(
             self.config,
             self._params,

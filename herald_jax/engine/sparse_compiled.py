@@ -95,14 +95,30 @@ class SparsePrograms:
         return self._compiled(("refill", len(args[1])), refill, cache, *args)(cache, *args)
 
     def install(
-        self, cache: SparseCache, first: int, pool_row: int, k: jax.Array, v: jax.Array
+        self,
+        cache: SparseCache,
+        first: int,
+        count: int,
+        pool_row: int,
+        k: jax.Array,
+        v: jax.Array,
     ) -> SparseCache:
-        """One pool of some sparse layers, from `first` on, with entries from the host in it."""
-        pools = cache.selected[first : first + k.shape[0]]
+        """One pool of `count` sparse layers, from `first` on, with entries from the host in it."""
+        pools = cache.selected[first : first + count]
         args = (pools, np.int32(pool_row), k, v)
-        new = self._compiled(("install", k.shape[0]), sparse_programs.install, *args)(*args)
+        new = self._compiled(("install", count), sparse_programs.install, *args)(*args)
         selected = (*cache.selected[:first], *new, *cache.selected[first + len(new) :])
         return cache._replace(selected=selected)
+
+    def columns(self, queries: Sequence[jax.Array]) -> list[jax.Array]:
+        """Score columns [Ls, K, c, D] of each slot of lookahead queries."""
+        columns = functools.partial(
+            sparse_programs.columns,
+            kv_heads=self.model.num_kv_heads,
+            selector=self._static["selector"],
+        )
+        key = ("columns", queries[0].shape[0])
+        return self._compiled(key, columns, list(queries), donate=())(list(queries))
 
     def read_block(self, cache: SparseCache, row: int, index: int) -> LayerPool:
         """Keys and values [Ls, K, B, D] of a finished block that is in its row's ring."""

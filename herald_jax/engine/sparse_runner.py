@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates
+from herald_jax.engine.host_retrieval import HostRetrieval
+from herald_jax.engine.lane import LaneError
 from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, StepPlan
 from herald_jax.engine.retrievals import Ask, DeviceRetrieval, Retrieval, RowFailure
 from herald_jax.engine.slot_arrays import (
@@ -73,7 +76,6 @@ class SparseRunner:
         params: Its parameters, on the device.
         cache: What is selected, from where, and when.
         shape: Sizes of the device's cache.
-        retrieval: Fills the pools, instead of the one on the device.
 
     Attributes:
         params: Parameters of the next step; others of the same shapes may be put in their place.
@@ -87,7 +89,6 @@ class SparseRunner:
         params: Params,
         cache: CacheConfig,
         shape: SparseShape,
-        retrieval: Retrieval | None = None,
     ) -> None:
         self.config, self.params = config, params
         self._settings, self._shape = cache, shape
@@ -95,7 +96,15 @@ class SparseRunner:
         self._budget = cache.budget_of(config.block_length)
         self.programs = SparsePrograms(config, cache, shape)
         self._arrays = SlotArrays(config, shape.rows)
-        self.retrieval = retrieval or DeviceRetrieval(self.programs, shape.rows)
+        self.retrieval: Retrieval
+        if shape.has_device_store:
+            self.retrieval = DeviceRetrieval(self.programs, shape.rows)
+        else:
+            embedding = params["embed_tokens"]["embedding"]
+            device = next(iter(embedding.devices()))
+            self.retrieval = HostRetrieval(self.programs, cache, embedding.dtype, device)
+            # Its thread would keep it, and the pinned memory, as long as the process lives.
+            weakref.finalize(self, self.retrieval.close)
         self._tables = np.zeros((shape.rows, shape.row_tokens // shape.page_tokens), np.int32)
         self.reset()
 
@@ -179,7 +188,7 @@ class SparseRunner:
                 if not looks:
                     ints = np.zeros(size, np.int32)
                     self.programs.exact(spec, *state, options, ints, ints)
-        if looks:
+        if looks or not self._shape.has_device_store:
             self._cache = self.retrieval.warmup(self._cache, self._queries(sizes))
 
     def _drop_stays(self, plan: StepPlan) -> None:
@@ -305,7 +314,11 @@ class SparseRunner:
         """One of them, over a store that comes from the host layer by layer."""
         stay = self._stays[slot.row]
         options, spec, _ = self._arrays.gather([slot], 1)
-        self.retrieval.settle(slot.row)
+        try:
+            self.retrieval.settle(slot.row)
+        except LaneError as error:
+            self._failures.append(RowFailure(slot.row, slot.epoch, error))
+            return
         self._cache, self._states = streamed_step(
             self.programs,
             self._cache,
@@ -359,10 +372,3 @@ class SparseRunner:
                 self.retrieval.take_block(self._cache, block.row, block.epoch, block.index)
         failures, self._failures = self._failures, []
         return [*results, *failures]
-
-
-def sparse_runner(
-    config: ModelConfig, params: Params, cache: CacheConfig, shape: SparseShape
-) -> SparseRunner:
-    """A runner with the retrieval that the cache's placement asks for."""
-    return SparseRunner(config, params, cache, shape)

@@ -15,6 +15,7 @@ from herald_jax.cache.shape import SparseShape
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.engine.config import (
+    CPU_KV_BYTES,
     MAX_ROWS,
     PAGE_TOKENS,
     EngineConfig,
@@ -61,6 +62,7 @@ def size_sparse_engine(
     itemsize: int,
     free_bytes: int,
     host_bytes: int,
+    is_cpu: bool = False,
 ) -> EngineSizes:
     """Sizes that fit the memory.
 
@@ -71,6 +73,7 @@ def size_sparse_engine(
         itemsize: Bytes of a cached number.
         free_bytes: Device bytes beside the weights.
         host_bytes: Host bytes that may be pinned.
+        is_cpu: True where device memory is the machine's, which is not taken whole.
 
     Raises:
         ConfigError: If a row of `max_model_len` would not fit, or `max_num_seqs` rows would not,
@@ -84,9 +87,13 @@ def size_sparse_engine(
         pool_limit = engine.kv_cache_bytes or need.pool
         return need.device <= free_bytes and need.pool <= pool_limit and need.host <= host_bytes
 
+    def is_modest(rows: int, longest: int) -> bool:
+        need = _needs(cache, model, rows, longest, itemsize)
+        return not is_cpu or need.pool + need.host <= CPU_KV_BYTES
+
     rows = engine.max_num_seqs or MAX_ROWS
     if engine.max_num_seqs is None:
-        while rows > 1 and not fits(rows, longest):
+        while rows > 1 and not (fits(rows, longest) and is_modest(rows, longest)):
             rows -= 1
     if engine.max_model_len is None:
         while longest > model.block_length and not fits(rows, longest):
