@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import accuracy, continuous, conversion_memory, host_lane, mixture, serve_load, step
+from benchmarks import (
+    accuracy,
+    bidirectional,
+    continuous,
+    conversion_memory,
+    host_lane,
+    mixture,
+    serve_load,
+    step,
+)
 
 BENCHMARKS = {
     "accuracy": accuracy,
+    "bidirectional": bidirectional,
     "continuous": continuous,
     "conversion_memory": conversion_memory,
     "host_lane": host_lane,
