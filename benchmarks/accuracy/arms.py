@@ -46,7 +46,7 @@ class Arm:
     scores: str = "attention"
     selection: SelectionConfig = SelectionConfig()
     budget: float = 0.05
-    first_block: str = "block"
+    first_block: str = "masks"
     is_first_step_exact: bool = False
     is_commit_exact: bool = False
     is_main: bool = False
@@ -91,11 +91,16 @@ def study_arms() -> list[Arm]:
     # The paper chooses for the first block from all of its queries, in the prefill.
     paper = {"source": "lone", "selection": CENTRE, "first_block": "all"}
     arms += ladder("HERALD, lone centre", main=(0.05,), **paper)
-    for first in ("masks", "all"):
+    arms += [
+        Arm(name=f"default, first block by {first} 5%", first_block=first)
+        for first in ("block", "all")
+    ]
+    # More queries, for answers that fill their block.
+    for queries in ("even16", "all"):
         arms += [
             Arm(
-                name=f"default, first block by {first} {percent(budget)}",
-                first_block=first,
+                name=f"{queries} {percent(budget)}",
+                selection=change(DEFAULT, queries=queries),
                 budget=budget,
                 is_main=True,
             )
@@ -120,8 +125,6 @@ def study_arms() -> list[Arm]:
         "even4": change(DEFAULT, queries="even4"),
         "centre": change(DEFAULT, queries="centre"),
         "even8": change(DEFAULT, queries="even8"),
-        "even16": change(DEFAULT, queries="even16"),
-        "all": change(DEFAULT, queries="all"),
         "all, heads apart": change(DEFAULT, queries="all", heads="apart"),
         "even16, heads apart": change(DEFAULT, queries="even16", heads="apart"),
         "all, heads apart, mean": change(MAGE, dilation=8),
@@ -142,8 +145,13 @@ def study_arms() -> list[Arm]:
         Arm(name="default, exact commit 5%", is_commit_exact=True),
         Arm(name="own step 0, default queries 5%", source="own"),
         Arm(name="HERALD, sparse from step 1 5%", is_first_step_exact=True, **paper),
-        Arm(name="HERALD, first block by centre 5%", source="lone", selection=CENTRE),
-        Arm(name="lone default 5%", source="lone"),
+        Arm(
+            name="HERALD, first block by centre 5%",
+            source="lone",
+            selection=CENTRE,
+            first_block="block",
+        ),
+        Arm(name="lone default 5%", source="lone", first_block="block"),
     ]
     for budget in (0.05, 0.1):
         share = percent(budget)
