@@ -1,0 +1,177 @@
+"""Chooses between a kernel and the plain form when a program is traced.
+
+A kernel runs where the default device is a Hopper GPU and the kernel knows the shapes and dtypes;
+everything else takes the plain form of `reference`, which defines the meaning of both. The choice
+is part of the traced program: `using` has no effect on one that is compiled already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import reference
+from pallas_kernels.reference import PagedSegment, Segment
+
+Choice = Literal["auto", "reference", "kernel"]
+
+HEAD_SIZES = (64, 128)
+
+MAX_GROUP = 8
+"""Query heads of a KV head."""
+
+MAX_ROWS = 512
+"""Queries of a block times heads of a KV head; the results of more would fill the memory."""
+
+COPY_ROWS = 64
+"""Keys that a kernel fetches at a time; a page is a multiple of it, or it of a page."""
+
+ALIGNMENT = 8
+"""Keys of a pool's row that count as one for the copy engine; short rows are filled up."""
+
+MAX_POOL_ROWS = 2**31 - 2**16
+"""Rows, heads and tokens of a pool multiplied: numbers of keys are 32-bit integers."""
+
+_choice: ContextVar[Choice] = ContextVar("choice", default="auto")
+
+
+@contextlib.contextmanager
+def using(choice: Choice) -> Iterator[None]:
+    """Makes programs that are traced inside take the plain form, or the kernel unasked."""
+    token = _choice.set(choice)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+def _runs_kernels() -> bool:
+    """Whether the program being traced is for one Hopper GPU."""
+    choice = _choice.get()
+    if choice != "auto":
+        return choice == "kernel"
+    if jax.default_backend() != "gpu":
+        return False
+    # Pallas does not partition: over several devices a kernel belongs into a `shard_map`.
+    mesh = jax.sharding.get_abstract_mesh()
+    is_whole = mesh.empty or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+    return is_whole and jax.devices()[0].compute_capability == "9.0"
+
+
+def _processors() -> int:
+    """Multiprocessors of the default device; those of an H200 when there is no GPU to ask."""
+    if jax.default_backend() != "gpu":
+        return 132
+    return jax.devices()[0].core_count
+
+
+def _fits_pool(*pools: jax.Array) -> bool:
+    return all(
+        pool.dtype == jnp.bfloat16
+        and pool.shape[0] * pool.shape[1] * pool.shape[2] <= MAX_POOL_ROWS
+        and (pool.shape[2] % ALIGNMENT == 0 or pool.shape[2] <= COPY_ROWS)
+        for pool in pools
+    )
+
+
+def _fits_segment(segment: Segment | PagedSegment) -> bool:
+    if isinstance(segment, PagedSegment):
+        page = segment.k.shape[2]
+        if page % COPY_ROWS and (COPY_ROWS % page or page % ALIGNMENT):
+            return False
+    return _fits_pool(segment.k, segment.v)
+
+
+def _fits_queries(q: jax.Array, kv_heads: int) -> bool:
+    group = q.shape[2] // kv_heads
+    return q.dtype == jnp.bfloat16 and q.shape[3] in HEAD_SIZES and group <= MAX_GROUP
+
+
+def segment_attention(
+    q: Float[Array, "M B H D"], segments: Sequence[Segment | PagedSegment]
+) -> Float[Array, "M B H D"]:
+    """Attention of one block a slot over the keys of several segments, under one softmax.
+
+    Segments may lie in different pools: pages of the full cache, selected rows, recent blocks,
+    the block itself, another slot's fresh keys. A slot that sees no key gives zeros.
+    """
+    kv_heads = segments[0].k.shape[1]
+    rows = q.shape[1] * (q.shape[2] // kv_heads)
+    fits = _fits_queries(q, kv_heads) and rows <= MAX_ROWS and all(map(_fits_segment, segments))
+    if not (fits and _runs_kernels()):
+        return reference.segment_attention(q, segments)
+    from pallas_kernels.hopper import block_attention as kernels
+
+    return kernels.segment_attention(q, segments, programs=_processors())
+
+
+def paged_attention(
+    q: Float[Array, "M B H D"],
+    k_pages: Float[Array, "N K page D"],
+    v_pages: Float[Array, "N K page D"],
+    tables: Int[Array, "M W"],
+    lengths: Int[Array, " M"],
+) -> Float[Array, "M B H D"]:
+    """Attention of one block a slot over the first `lengths[m]` tokens of its page table.
+
+    The block's own keys and values are in its pages already.
+    """
+    return segment_attention(q, [PagedSegment(k_pages, v_pages, tables, lengths)])
+
+
+def block_attention(
+    q: Float[Array, "R Q H D"],
+    k_prefix: Float[Array, "R K S D"],
+    v_prefix: Float[Array, "R K S D"],
+    prefix_lengths: Int[Array, " R"],
+    k_block: Float[Array, "R Q K D"],
+    v_block: Float[Array, "R Q K D"],
+) -> Float[Array, "R Q H D"]:
+    """Attention of one block of each row over that row's finished prefix and the block itself.
+
+    Every query sees the first `prefix_lengths[r]` cache slots of its row and all positions
+    of its own block, under one softmax.
+    """
+    rows, queries, heads, _ = q.shape
+    kv_heads = k_prefix.shape[1]
+    fits = _fits_queries(q, kv_heads) and queries * (heads // kv_heads) <= MAX_ROWS
+    block = [x.transpose(0, 2, 1, 3) for x in (k_block, v_block)]
+    if not (fits and _fits_pool(k_prefix, v_prefix, *block) and _runs_kernels()):
+        return reference.block_attention(q, k_prefix, v_prefix, prefix_lengths, k_block, v_block)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    own = jnp.full((rows,), queries, jnp.int32)
+    return segment_attention(
+        q, [Segment(k_prefix, v_prefix, index, prefix_lengths), Segment(*block, index, own)]
+    )
+
+
+def prefill_attention(
+    q: Float[Array, "R Q H D"],
+    k_prefix: Float[Array, "R K S D"],
+    v_prefix: Float[Array, "R K S D"],
+    prefix_length: Int[Array, ""],
+    k_chunk: Float[Array, "R Q K D"],
+    v_chunk: Float[Array, "R Q K D"],
+    block_length: int,
+) -> Float[Array, "R Q H D"]:
+    """Block-causal attention of a chunk of whole blocks over the cache so far and itself.
+
+    All rows stand at the same position: the chunk starts at `prefix_length`, a multiple of
+    `block_length`, and sees every cache slot before it. Within the chunk a query sees its
+    own block and the blocks before it.
+    """
+    inputs = (q, k_prefix, v_prefix, prefix_length, k_chunk, v_chunk)
+    is_aligned = k_prefix.shape[2] % ALIGNMENT == 0
+    fits = is_aligned and _fits_queries(q, k_prefix.shape[1]) and _fits_pool(k_prefix, v_prefix)
+    is_half = k_chunk.dtype == jnp.bfloat16 and v_chunk.dtype == jnp.bfloat16
+    if not (fits and is_half and _runs_kernels()):
+        return reference.prefill_attention(*inputs, block_length)
+    from pallas_kernels.hopper import prefill_attention as kernels
+
+    return kernels.prefill_attention(*inputs, block_length)

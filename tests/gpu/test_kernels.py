@@ -1,0 +1,145 @@
+"""Every kernel on the GPU against its plain form in fp32, over awkward sizes.
+
+Keys that must not be seen are NaN and their values inf, so that a leak shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import PagedSegment, Segment, reference
+
+pytestmark = pytest.mark.gpu
+
+BF16 = jnp.bfloat16
+TOLERANCE = 5e-3
+"""Relative error of a bf16 result; that of a right one is about 2e-3."""
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, BF16)
+
+
+def plainly(function: Any, *inputs: Any, **settings: Any) -> np.ndarray:
+    """The plain form's result in fp32, from the CPU."""
+    cpu = jax.devices("cpu")[0]
+    inputs = jax.device_put(inputs, cpu)
+    inputs = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == BF16 else x, inputs)
+    return np.asarray(jax.jit(functools.partial(function, **settings))(*inputs))
+
+
+def spoil(k: jax.Array, v: jax.Array, is_hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pools with keys and values that must not be seen."""
+    hidden = is_hidden[:, None, :, None]
+    return jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v)
+
+
+def assert_close(result: jax.Array, want: np.ndarray) -> None:
+    got = np.asarray(result, np.float64)
+    assert np.isfinite(got).all()
+    scale = np.linalg.norm(want)
+    assert np.linalg.norm(got - want) <= TOLERANCE * scale, np.linalg.norm(got - want) / scale
+
+
+def rows_segment(seed: int, lengths: list[int], heads: int, capacity: int, dim: int) -> Any:
+    """A pool with a row to spare, read in a shuffled order: (spoiled, clean)."""
+    rng = np.random.default_rng(seed)
+    pool_rows = len(lengths) + 1
+    rows = rng.permutation(pool_rows)[: len(lengths)]
+    seen = np.zeros(pool_rows, np.int64)
+    seen[rows] = lengths
+    is_hidden = jnp.asarray(np.arange(capacity) >= seen[:, None])
+    k, v = (draw(seed + i, pool_rows, heads, capacity, dim) for i in (1, 2))
+    index = (jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    return Segment(*spoil(k, v, is_hidden), *index), Segment(k, v, *index)
+
+
+def paged_segment(seed: int, lengths: list[int], heads: int, page: int, dim: int) -> Any:
+    """Pages in a shuffled order; table entries past a slot's pages point anywhere."""
+    rng = np.random.default_rng(seed)
+    width = max(-(-max(lengths) // page), 1) + 1
+    pages = len(lengths) * width
+    tables = rng.permutation(pages).reshape(len(lengths), width)
+    is_hidden = np.ones((pages, page), bool)
+    for table, length in zip(tables, lengths, strict=True):
+        for number, entry in enumerate(table):
+            is_hidden[entry] = np.arange(page) + number * page >= length
+    for row, length in enumerate(lengths):
+        tables[row, -(-length // page) :] = [-1, pages + 7][row % 2]
+    k, v = (draw(seed + i, pages, heads, page, dim) for i in (1, 2))
+    index = (jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    return PagedSegment(*spoil(k, v, jnp.asarray(is_hidden)), *index), PagedSegment(k, v, *index)
+
+
+CASES = {
+    # block, KV heads, group, head size, [lengths of a segment of rows], [of one of pages], page
+    "sdar": (32, 8, 4, 128, [[1000, 1, 0], [32, 32, 0]], [200, 63, 0], 64),
+    "one-row": (32, 8, 4, 128, [[3000]], None, 64),
+    "many-pieces": (32, 1, 4, 128, [[20000]], None, 64),
+    "nothing": (8, 2, 2, 64, [[0, 0]], None, 64),
+    "group-6": (32, 2, 6, 128, [[640, 129, 0, 63], [32, 32, 32, 32]], None, 64),
+    "head-64": (8, 4, 2, 64, [[640, 129, 0, 63, 64], [8, 8, 0, 8, 8]], [1, 0, 65, 64, 9], 32),
+    "wide": (64, 2, 8, 64, [[640, 129]], [64, 65], 128),
+    "small": (4, 2, 1, 128, [[3], [4]], [9], 8),
+    "odd-block": (5, 3, 1, 64, [[37, 1], [5, 5]], None, 64),
+    "uneven": (32, 4, 4, 128, [[9000, 3, 700, 128, 127, 0, 64, 1]], None, 64),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_segment_attention(name: str) -> None:
+    from pallas_kernels.hopper.block_attention import segment_attention
+
+    block, kv_heads, group, dim, row_lengths, page_lengths, page = CASES[name]
+    pairs = []
+    for number, lengths in enumerate(row_lengths):
+        capacity = block if number else max(-(-max(lengths) // 8) * 8 + 16, 8)
+        pairs.append(rows_segment(10 * number, lengths, kv_heads, capacity, dim))
+    if page_lengths is not None:
+        pairs.append(paged_segment(50, page_lengths, kv_heads, page, dim))
+    slots = len(row_lengths[0])
+    q = draw(99, slots, block, kv_heads * group, dim)
+    spoiled, clean = ([pair[i] for pair in pairs] for i in (0, 1))
+    got = jax.jit(segment_attention)(q, spoiled)
+    assert_close(got, plainly(reference.segment_attention, q, clean))
+    for _ in range(5):  # a race would show as a result that changes
+        again = jax.jit(segment_attention)(q, spoiled)
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
+
+
+PREFILLS = {
+    # rows, chunk, KV heads, group, head size, capacity, block, prefix
+    "sdar": (2, 320, 2, 4, 128, 1024, 32, 416),
+    "first-chunk": (1, 72, 2, 3, 64, 136, 8, 0),
+    "full-cache": (1, 256, 1, 4, 128, 512, 32, 512),
+    "odd-block": (1, 100, 1, 5, 64, 136, 4, 132),
+    "one-block": (3, 4, 2, 1, 128, 64, 4, 8),
+    "long": (1, 512, 1, 8, 128, 8192, 64, 8000 // 64 * 64),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_attention(name: str) -> None:
+    from pallas_kernels.hopper.prefill_attention import prefill_attention
+
+    rows, chunk, kv_heads, group, dim, capacity, block, prefix = PREFILLS[name]
+    k, v = (draw(i, rows, kv_heads, capacity, dim) for i in (1, 2))
+    is_hidden = jnp.broadcast_to(jnp.arange(capacity) >= prefix, (rows, capacity))
+    spoiled = spoil(k, v, is_hidden)
+    q = draw(3, rows, chunk, kv_heads * group, dim)
+    own = [draw(i, rows, chunk, kv_heads, dim) for i in (4, 5)]
+    length = jnp.asarray(prefix, jnp.int32)
+    kernel = jax.jit(prefill_attention, static_argnums=6)
+    got = kernel(q, *spoiled, length, *own, block)
+    clean = [jnp.where(is_hidden[:, None, :, None], 0, x) for x in (k, v)]
+    want = plainly(reference.prefill_attention, q, *clean, length, *own, block_length=block)
+    assert_close(got, want)
+    for _ in range(5):
+        again = kernel(q, *spoiled, length, *own, block)
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
