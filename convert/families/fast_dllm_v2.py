@@ -41,7 +41,7 @@ FAMILY = Family(
     ),
     limits=(
         "decoded by herald_jax.generate; LLM and the server refuse it",
-        "strategy sub_blocks is the published rule; its sub-block cache is not there",
+        "strategy sub_blocks is the published rule, sub_block_cache=True its cache",
         "a prompt of exactly one block is prefilled; the published loop loses it",
     ),
 )

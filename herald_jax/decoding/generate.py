@@ -8,7 +8,7 @@ which lets it stream, and stop at strings.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from herald_jax.decoding.options import (
 )
 from herald_jax.decoding.shifted import FirstToken, decode_shifted_block, first_after_prompt
 from herald_jax.decoding.steps import BlockState, decode_block, prefill_chunk
+from herald_jax.decoding.sub_block_cache import check_sub_block_cache, decode_cached_block
 from herald_jax.decoding.texts import GenerationOutput, Texts
 from herald_jax.models.decoder import Decoder, Params, bind, check_params
 from herald_jax.sampling import SamplingParams
@@ -51,6 +52,14 @@ class _Progress(NamedTuple):
     ahead: FirstToken | None
     steps_per_block: Int[Array, "R M"]
     block: Int[Array, " R"]
+
+
+class _Policy(NamedTuple):
+    """How blocks are decoded; static."""
+
+    sampling: SamplingParams
+    editing: Editing | None
+    decode_shifted: Callable[..., tuple[DenseCache, BlockState, FirstToken]]
 
 
 def pad_prompts(
@@ -89,6 +98,7 @@ def generate(
     model: ModelConfig,
     sampling: SamplingParams,
     editing: Editing | None = None,
+    sub_block_cache: bool = False,
 ) -> GenerationOutput:
     """Generates for a batch of ragged prompts in one jitted call.
 
@@ -105,6 +115,8 @@ def generate(
             repeat a prompt for several samples, pass `seeds`, and search strings afterwards.
         editing: How committed tokens of a running block may be replaced, as LLaDA2.1 was trained
             to do (static); left out, they stay.
+        sub_block_cache: True if passes may cover a sub-block of a Fast-dLLM v2 model alone, with
+            strategy `sub_blocks` (static); faster, and an approximation.
 
     Raises:
         ConfigError: If a parameter, shape, dtype, id, length or option is not allowed.
@@ -118,9 +130,18 @@ def generate(
         editing,
         "None for a model that shifts its predictions",
     )
+    if sub_block_cache:
+        check_sub_block_cache(model, sampling)
     check_params(model, params)
     return generate_program(
-        params, prompts, prompt_lengths, seeds, model=model, sampling=sampling, editing=editing
+        params,
+        prompts,
+        prompt_lengths,
+        seeds,
+        model=model,
+        sampling=sampling,
+        editing=editing,
+        sub_block_cache=sub_block_cache,
     )
 
 
@@ -181,7 +202,7 @@ def check_batch(
     require(bool(is_seed.all()), "seeds", np.asarray(seeds).tolist(), "in 0..2^32-1")
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling", "editing"))
+@functools.partial(jax.jit, static_argnames=("model", "sampling", "editing", "sub_block_cache"))
 def generate_program(
     params: Params,
     prompts: Integer[Array, "R P"],
@@ -191,6 +212,7 @@ def generate_program(
     model: ModelConfig,
     sampling: SamplingParams,
     editing: Editing | None = None,
+    sub_block_cache: bool = False,
 ) -> GenerationOutput:
     """The jitted program behind `generate`, without its checks; lower it to compile ahead."""
     rows, width = prompts.shape
@@ -224,7 +246,10 @@ def generate_program(
         block=first_block,
     )
     seeds = seeds.astype(jnp.uint32)
-    advance = functools.partial(_advance, decoder, sampling, editing, lengths, seeds)
+    policy = _Policy(
+        sampling, editing, decode_cached_block if sub_block_cache else decode_shifted_block
+    )
+    advance = functools.partial(_advance, decoder, policy, lengths, seeds)
     progress = lax.while_loop(lambda p: p.texts.is_active.any(), advance, progress)
     steps = progress.steps_per_block
     forwards = steps.sum(-1) + (steps > 0).sum(-1)  # every block has one commit pass
@@ -233,14 +258,13 @@ def generate_program(
 
 def _advance(
     decoder: Decoder,
-    sampling: SamplingParams,
-    editing: Editing | None,
+    policy: _Policy,
     prompt_lengths: Int[Array, " R"],
     seeds: UInt32[Array, " R"],
     progress: _Progress,
 ) -> _Progress:
     """One more block of every active row."""
-    model = decoder.config
+    model, sampling = decoder.config, policy.sampling
     block_length = model.block_length
     rows = progress.block.shape[0]
     options = decoding_options([sampling] * rows, [0] * rows, model)
@@ -255,12 +279,12 @@ def _advance(
     spec = proposal_spec([sampling])
     cache, ahead = progress.cache, progress.ahead
     if ahead is not None:
-        cache, state, ahead = decode_shifted_block(
+        cache, state, ahead = policy.decode_shifted(
             decoder, cache, state, ahead, texts.is_active, options, spec
         )
-    elif editing is not None:
+    elif policy.editing is not None:
         cache, state = decode_edited_block(
-            decoder, cache, state, texts.is_active, options, spec, editing
+            decoder, cache, state, texts.is_active, options, spec, policy.editing
         )
     else:
         cache, state = decode_block(decoder, cache, state, texts.is_active, options, spec)

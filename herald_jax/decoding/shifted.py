@@ -78,10 +78,21 @@ def decode_shifted_block(
     def denoise(state: BlockState) -> BlockState:
         inputs = state.inputs(decoder.config.mask_token_id)
         hidden, _ = decoder(inputs, state.positions, cache.block_attend(state.starts))
-        hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-        return unmask(decoder.config, decoder.logits(hidden), state, options, spec)
+        return unmask(decoder.config, decoder.logits(shift_right(hidden)), state, options, spec)
 
     state = lax.while_loop(lambda state: state.is_masked.any(), denoise, state)
+    return commit_shifted_block(decoder, cache, state, is_active)
+
+
+def shift_right(hidden: Float[Array, "R W E"]) -> Float[Array, "R W E"]:
+    """For each position of a pass the output that predicts it; for the first one its own."""
+    return jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+
+
+def commit_shifted_block(
+    decoder: Decoder, cache: DenseCache, state: BlockState, is_active: Bool[Array, " R"]
+) -> tuple[DenseCache, BlockState, FirstToken]:
+    """The cache with the finished blocks of the active rows, the blocks, and what follows them."""
     hidden, fresh = decoder(state.tokens, state.positions, cache.block_attend(state.starts))
     cache = cache.append_blocks(fresh, state.starts, is_active)
     return cache, state, first_token(decoder, hidden)

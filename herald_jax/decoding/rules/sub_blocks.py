@@ -14,6 +14,11 @@ PARTS = 4
 """Sub-blocks of a block: 8 positions of 32, as published."""
 
 
+def sub_block_length(block_length: int) -> int:
+    """Positions of a sub-block; the last one may have fewer."""
+    return -(-block_length // PARTS)
+
+
 @register_rule
 @dataclasses.dataclass(frozen=True)
 class SubBlocks:
@@ -36,7 +41,7 @@ class SubBlocks:
     def __call__(self, view: BlockView) -> Bool[Array, "R B"]:
         """True above the threshold in one sub-block, and at its most confident positions."""
         block_length = view.is_masked.shape[-1]
-        part = jnp.arange(block_length) // -(-block_length // PARTS)
+        part = jnp.arange(block_length) // sub_block_length(block_length)
         part = jnp.where(view.is_masked, part, PARTS)
         is_current = view.is_masked & (part == part.min(-1, keepdims=True))
         passes = is_current & (view.confidence > self.threshold[:, None])
