@@ -224,3 +224,28 @@ def paged_attention(
     The block's own keys and values are in its pages already.
     """
     return segment_attention(q, [PagedSegment(k_pages, v_pages, tables, lengths)])
+
+
+def gather_rows(
+    pool: Float[Array, "N K S D"], rows: Int[Array, " M"], index: Int[Array, "M K C"]
+) -> Float[Array, "M K C D"]:
+    """Entries `index[m, k]` of head k of row `rows[m]`, for every slot m: a compact pool."""
+    heads = jnp.arange(pool.shape[1])[None, :, None]
+    return pool[rows[:, None, None], heads, index]
+
+
+def append_kv(
+    pool: Float[Array, "N K S D"],
+    new: Float[Array, "M K B D"],
+    rows: Int[Array, " M"],
+    starts: Int[Array, " M"],
+) -> Float[Array, "N K S D"]:
+    """The pool with `new[m]` at entries `starts[m]` and on of row `rows[m]`.
+
+    What would lie outside the pool is dropped: a row of -1 writes nothing.
+    """
+    outside = pool.shape[0]
+    rows = jnp.where(rows < 0, outside, rows)[:, None]
+    place = starts[:, None] + jnp.arange(new.shape[2])
+    place = jnp.where(place < 0, pool.shape[2], place)
+    return pool.at[rows, :, place].set(new.transpose(0, 2, 1, 3), mode="drop")
