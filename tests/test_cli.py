@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from herald_jax import LLM, ModelConfig, SamplingParams
+from herald_jax import LLM, CacheConfig, ModelConfig, SamplingParams
 from herald_jax.cli import COMMANDS, build_parser, main
 from herald_jax.commands.generate import MODEL_OPTIONS, SAMPLING_OPTIONS
 
@@ -65,6 +65,28 @@ def test_help_does_not_import_jax(run_python):
 def test_there_is_an_option_for_every_setting():
     assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(MODEL_OPTIONS) == set(inspect.signature(LLM.__init__).parameters) - {"self", "model"}
+
+
+def test_the_cache_is_described_by_its_fields(capsys):
+    def parse(*fields):
+        line = ["generate", "--model", "m", "--prompt", "p", "--cache", *fields]
+        return build_parser().parse_args(line).cache
+
+    assert parse() == CacheConfig()
+    assert parse("placement=device", "budget=64", "lookahead=false", "dilation-weight=1") == (
+        CacheConfig(placement="device", budget=64, lookahead=False, dilation_weight=1)
+    )
+    assert parse("budget=0.1", "selection_query=even4").budget == 0.1
+    for fields, message in (
+        (["budget"], "expected FIELD=VALUE with a field of placement, budget"),
+        (["size=3"], "'size=3': expected"),
+        (["budget=2", "budget=3"], "names budget twice"),
+        (["budget=0"], "budget=0 is not allowed"),
+        (["placement=disk"], "placement='disk'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(*fields)
+        assert message in capsys.readouterr().err
 
 
 def test_sampling_options_reach_the_parameters():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from herald_jax._checks import ConfigError
+from herald_jax.commands.cache_option import CacheAction
 from herald_jax.outputs import RequestOutput, RequestStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "share_prefixes": dict(
         action=argparse.BooleanOptionalAction, help="reuse the cache of prompts that begin alike"
+    ),
+    "cache": dict(
+        nargs="*",
+        action=CacheAction,
+        metavar="FIELD=VALUE",
+        help="sparse KV cache, as placement=host budget=0.05; fields of CacheConfig",
     ),
     "tokenizer": dict(metavar="DIR", help="folder of another tokenizer than the model's"),
 }
