@@ -1,22 +1,25 @@
 """Attention over a KV cache for block-diffusion decoding: what the models call.
 
 Each operation has a plain-JAX form in `reference`, which defines its meaning and runs on
-every backend.
+every backend; `dispatch` takes a kernel in its place where one runs.
 """
 
-from pallas_kernels.reference import (
-    PagedSegment,
-    Segment,
+from pallas_kernels.dispatch import (
+    append_kv,
     block_attention,
+    gather_rows,
     paged_attention,
     prefill_attention,
     segment_attention,
 )
+from pallas_kernels.reference import PagedSegment, Segment
 
 __all__ = [
     "PagedSegment",
     "Segment",
+    "append_kv",
     "block_attention",
+    "gather_rows",
     "paged_attention",
     "prefill_attention",
     "segment_attention",

@@ -175,3 +175,41 @@ def prefill_attention(
     from pallas_kernels.hopper import prefill_attention as kernels
 
     return kernels.prefill_attention(*inputs, block_length)
+
+
+def gather_rows(
+    pool: Float[Array, "N K S D"], rows: Int[Array, " M"], index: Int[Array, "M K C"]
+) -> Float[Array, "M K C D"]:
+    """Entries `index[m, k]` of head k of row `rows[m]`, for every slot m: a compact pool.
+
+    On a GPU the pool may lie in pinned host memory; the result is on the device.
+    """
+    if not (pool.shape[3] in HEAD_SIZES and _runs_kernels()):
+        return reference.gather_rows(pool, rows, index)
+    from pallas_kernels import triton_rows as kernels
+
+    programs = kernels.LINK_PROGRAMS if _is_on_host(pool) else 8 * _processors()
+    return kernels.gather_rows(pool, rows, index, programs)
+
+
+def append_kv(
+    pool: Float[Array, "N K S D"],
+    new: Float[Array, "M K B D"],
+    rows: Int[Array, " M"],
+    starts: Int[Array, " M"],
+) -> Float[Array, "N K S D"]:
+    """The pool with `new[m]` at entries `starts[m]` and on of row `rows[m]`.
+
+    What would lie outside the pool is dropped: a row of -1 writes nothing. A pool that is donated
+    is written in place; on a GPU that may be one in pinned host memory, if `out_shardings` says
+    that the result stays there.
+    """
+    if not (pool.shape[3] in HEAD_SIZES and _runs_kernels()):
+        return reference.append_kv(pool, new, rows, starts)
+    from pallas_kernels import triton_rows as kernels
+
+    return kernels.append_kv(pool, new, rows, starts)
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host

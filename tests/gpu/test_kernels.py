@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import PagedSegment, Segment, reference
+from pallas_kernels import (
+    PagedSegment,
+    Segment,
+    append_kv,
+    gather_rows,
+    reference,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -143,3 +150,36 @@ def test_prefill_attention(name: str) -> None:
     for _ in range(5):
         again = kernel(q, *spoiled, length, *own, block)
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
+
+
+def pinned() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_gather_rows(place: str) -> None:
+    pool = draw(1, 3, 2, 1000, 128)
+    rows = jnp.asarray([2, 0], jnp.int32)
+    index = jax.random.randint(jax.random.key(2), (2, 2, 777), 0, 1000)
+    want = plainly(reference.gather_rows, pool, rows, index)
+    source = jax.device_put(pool, pinned()) if place == "host" else pool
+    got = jax.jit(gather_rows)(source, rows, index)
+    assert got.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_append_kv(place: str) -> None:
+    pool, new = draw(1, 3, 2, 100, 128), draw(2, 4, 2, 12, 128)
+    rows, starts = jnp.asarray([2, 0, -1, 1], jnp.int32), jnp.asarray([0, 41, 5, 95], jnp.int32)
+    want = plainly(reference.append_kv, pool, new, rows, starts)
+    sharding = pinned() if place == "host" else SingleDeviceSharding(jax.devices()[0])
+    target = jax.device_put(pool, sharding, may_alias=False)
+    target = jax.block_until_ready(target)
+    before = target.unsafe_buffer_pointer()
+    got = jax.jit(append_kv, donate_argnums=0, out_shardings=sharding)(target, new, rows, starts)
+    jax.block_until_ready(got)
+    assert got.unsafe_buffer_pointer() == before
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
