@@ -51,8 +51,12 @@ class Stay:
         return self.began is not None and step > self.began and not self.has_looked
 
     def fill(self, target: int, recall: RecallAccount | None) -> None:
-        """Notes that the pool of the block after the running one is full."""
-        self.ready, self._next_recall = target, recall
+        """Notes that the pool of a block is full."""
+        self.ready = target
+        if target == self.block:  # the block before was committed meanwhile
+            self.recall = recall
+        else:
+            self._next_recall = recall
 
     def on_commit(self, index: int, step: int) -> RecallAccount | None:
         """Notes that this step was the commit pass of a block; what filled the block's pool."""
