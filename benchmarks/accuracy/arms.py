@@ -106,6 +106,16 @@ def study_arms() -> list[Arm]:
             )
             for budget in (0.05, 0.1)
         ]
+    for queries, weight in (("even8", 1.0), ("even16", 0.3), ("even16", 1.0)):
+        arms += [
+            Arm(
+                name=f"{queries}, dilation {weight:g} {percent(budget)}",
+                selection=change(DEFAULT, queries=queries, dilation_weight=weight),
+                budget=budget,
+                is_main=True,
+            )
+            for budget in (0.05, 0.1)
+        ]
     # What stands for block N, crossed with the queries.
     for name, selection in (("default", DEFAULT), ("all", MAGE), ("centre", CENTRE)):
         for prefix in ("final", "draft"):
@@ -128,8 +138,6 @@ def study_arms() -> list[Arm]:
         "all, heads apart": change(DEFAULT, queries="all", heads="apart"),
         "even16, heads apart": change(DEFAULT, queries="even16", heads="apart"),
         "all, heads apart, mean": change(MAGE, dilation=8),
-        "even8, hard dilation": change(DEFAULT, queries="even8", dilation_weight=1.0),
-        "even16, hard dilation": change(DEFAULT, queries="even16", dilation_weight=1.0),
         "all, hard dilation": change(DEFAULT, queries="all", dilation_weight=1.0),
         "heads apart": change(DEFAULT, heads="apart"),
         "mean over positions": change(DEFAULT, pooling="mean"),
