@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
 from benchmarks.record import RESULTS, current_commit, write_record
@@ -59,6 +60,8 @@ CHUNKS = [
 ]
 
 BLOCK_LENGTH = 32
+
+KERNELS = ("block", "prefill", "gather")
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
@@ -106,6 +109,27 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
+def _shipped_pieces(q: jax.Array, k: jax.Array, v: jax.Array, calls: int) -> float:
+    """Seconds of the shipped Mosaic kernel (fp16) over key ranges laid into the batch.
+
+    The group is folded into the queries. The partial results are not merged, so this is less
+    work than the others do.
+    """
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as shipped
+
+    rows, block, heads, dim = q.shape
+    _, kv_heads, tokens, _ = k.shape
+    ranges = max(128 // (rows * kv_heads), 1)
+    config = shipped.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2)
+    shape = (rows * ranges, block * heads // kv_heads, kv_heads, dim)
+    queries = _draw(0, shape).astype(jnp.float16)
+    keys = [
+        _draw(i, (rows * ranges, tokens // ranges, kv_heads, dim)).astype(jnp.float16)
+        for i in (1, 2)
+    ]
+    return seconds(lambda q, k, v: shipped.attention(q, k, v, config), queries, *keys, calls=calls)
+
+
 def _baselines(
     q: jax.Array, k: jax.Array, v: jax.Array, calls: int
 ) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -122,6 +146,7 @@ def _baselines(
 
     yield "plain", lambda: seconds(plain, q, k, v, calls=2)
     yield "cudnn", cudnn
+    yield "shipped_pieces", lambda: _shipped_pieces(q, k, v, calls)
     yield "torch_sdpa", lambda: _torch_seconds(q, k, v, calls)
 
 
@@ -161,17 +186,43 @@ def prefill_row(model: str, chunk: int, prefix: int, calls: int) -> dict[str, An
     k, v = (_draw(i, (1, heads.kv, max(prefix, 1024), heads.dim)) for i in (1, 2))
     own = [_draw(i, (1, chunk, heads.kv, heads.dim)) for i in (3, 4)]
 
-    def kernel(q: jax.Array, *rest: Any) -> jax.Array:
-        return pallas_kernels.prefill_attention(q, *rest, BLOCK_LENGTH)
+    length = jnp.asarray(prefix, jnp.int32)
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, *own: jax.Array) -> jax.Array:
+        return pallas_kernels.prefill_attention(q, k, v, length, own[0], own[1], BLOCK_LENGTH)
 
     blocks = chunk // BLOCK_LENGTH
     pairs = chunk * prefix + BLOCK_LENGTH**2 * blocks * (blocks + 1) // 2
-    operands = (k, v, jnp.asarray(prefix, jnp.int32), *own)
     return {
-        "seconds": seconds(kernel, q, *operands, calls=calls),
+        "seconds": seconds(kernel, q, k, v, *own, calls=calls),
         "bytes": 2 * q.nbytes + 4 * heads.kv * heads.dim * (prefix + chunk),
         "flops": 4 * heads.query * heads.dim * pairs,
         "baseline_seconds": {},
+    }
+
+
+def gather_figures(megabytes: int = 128) -> dict[str, float]:
+    """Bytes per second of rows from the device and from host memory, beside one large copy."""
+    device = jax.devices()[0]
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    heads, dim = 8, 128
+    entries = megabytes * 1000**2 // (heads * dim * 2)
+    pool = _draw(0, (1, heads, 4 * entries, dim))
+    index = jax.random.randint(jax.random.key(1), (1, heads, entries), 0, 4 * entries)
+    row = jnp.zeros((1,), jnp.int32)
+    pinned = jax.block_until_ready(jax.device_put(pool, host))
+    gather = jax.jit(pallas_kernels.gather_rows)
+    moved = heads * entries * dim * 2
+
+    def rate(call: Callable[[], Any], nbytes: int) -> float:
+        return nbytes / seconds_per_call(call, 3)
+
+    large = jax.block_until_ready(jax.device_put(_draw(2, (1 << 27,)), host))
+    return {
+        "bytes": moved,
+        "device": rate(lambda: gather(pool, row, index), moved),
+        "host": rate(lambda: gather(pinned, row, index), moved),
+        "contiguous_copy": rate(lambda: jax.device_put(large, device), large.nbytes),
     }
 
 
@@ -218,13 +269,23 @@ def main(arguments: argparse.Namespace) -> None:
             model = "sdar-8b"
             shapes = {"model": model, **MODELS[model]._asdict(), "chunk": chunk, "prefix": prefix}
             report(f"prefill_{model}_{name}", shapes, prefill_row(model, chunk, prefix, 2))
+    if "gather" in arguments.kernels:
+        figures = gather_figures()
+        print("gather_rows, GB/s:", {name: round(x / 1e9, 1) for name, x in figures.items()})
+        write_record(
+            "kernels_gather_rows",
+            commit=arguments.commit or current_commit(),
+            shapes={"dtype": "bfloat16", "row_bytes": 256},
+            settings={"order": "random rows with repeats, from a pool four times as large"},
+            figures={"gathered_bytes": figures.pop("bytes")}
+            | {f"{name}_bytes_per_second": x for name, x in figures.items()},
+            folder=arguments.output,
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument(
-        "--kernels", nargs="+", choices=["block", "prefill"], default=["block", "prefill"]
-    )
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--calls", type=int, default=10, help="calls in a program")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--copy-gigabytes", type=float, default=2.0)

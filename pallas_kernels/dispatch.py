@@ -56,7 +56,7 @@ def _runs_kernels() -> bool:
     choice = _choice.get()
     if choice != "auto":
         return choice == "kernel"
-    if jax.default_backend() != "gpu":
+    if _platform() != "gpu":
         return False
     # Pallas does not partition: over several devices a kernel belongs into a `shard_map`.
     mesh = jax.sharding.get_abstract_mesh()
@@ -64,9 +64,17 @@ def _runs_kernels() -> bool:
     return is_whole and jax.devices()[0].compute_capability == "9.0"
 
 
+def _platform() -> str:
+    """The platform of the default device, which `jax.default_device` may have changed."""
+    device = getattr(jax.config, "jax_default_device", None)
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
 def _processors() -> int:
     """Multiprocessors of the default device; those of an H200 when there is no GPU to ask."""
-    if jax.default_backend() != "gpu":
+    if _platform() != "gpu":
         return 132
     return jax.devices()[0].core_count
 
@@ -141,14 +149,13 @@ def block_attention(
     rows, queries, heads, _ = q.shape
     kv_heads = k_prefix.shape[1]
     fits = _fits_queries(q, kv_heads) and queries * (heads // kv_heads) <= MAX_ROWS
-    block = [x.transpose(0, 2, 1, 3) for x in (k_block, v_block)]
-    if not (fits and _fits_pool(k_prefix, v_prefix, *block) and _runs_kernels()):
+    k_own, v_own = (x.transpose(0, 2, 1, 3) for x in (k_block, v_block))
+    if not (fits and _fits_pool(k_prefix, v_prefix, k_own, v_own) and _runs_kernels()):
         return reference.block_attention(q, k_prefix, v_prefix, prefix_lengths, k_block, v_block)
     index = jnp.arange(rows, dtype=jnp.int32)
     own = jnp.full((rows,), queries, jnp.int32)
-    return segment_attention(
-        q, [Segment(k_prefix, v_prefix, index, prefix_lengths), Segment(*block, index, own)]
-    )
+    prefix = Segment(k_prefix, v_prefix, index, prefix_lengths)
+    return segment_attention(q, [prefix, Segment(k_own, v_own, index, own)])
 
 
 def prefill_attention(

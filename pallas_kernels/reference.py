@@ -121,8 +121,10 @@ def prefill_attention(
 
 
 class Segment(NamedTuple):
-    """Keys that slots read from rows of a pool: slot m sees the first `lengths[m]` entries of
-    row `rows[m]`."""
+    """Keys that slots read from rows of a pool.
+
+    Slot m sees the first `lengths[m]` entries of row `rows[m]`.
+    """
 
     k: Float[Array, "N K S D"]
     v: Float[Array, "N K S D"]
@@ -206,8 +208,10 @@ def segment_attention(
     stats = queries.shape[:-1]
     carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros(queries.shape))
     for segment in segments:
-        visit = _visit_paged if isinstance(segment, PagedSegment) else _visit_rows
-        carry = visit(carry, queries, segment)
+        if isinstance(segment, PagedSegment):
+            carry = _visit_paged(carry, queries, segment)
+        else:
+            carry = _visit_rows(carry, queries, segment)
     _, total, out = carry
     return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)
 

@@ -80,20 +80,21 @@ class _Source(NamedTuple):
 def _source(segment: Segment | PagedSegment, tile: int) -> _Source:
     """A segment's operands; a pool smaller than a tile is filled up with zeros."""
     rows, kv_heads, tokens, dim = segment.k.shape
-    flat = [segment.k, segment.v]
-    if tokens % COPY_ALIGNMENT:
-        missing = -tokens % COPY_ALIGNMENT
-        flat = [jnp.pad(pool, ((0, 0), (0, 0), (0, missing), (0, 0))) for pool in flat]
-        tokens += missing
-    size = rows * kv_heads * tokens
-    flat = [pool.reshape(size, dim) for pool in flat]
-    if size < tile:
-        flat = [jnp.pad(pool, ((0, tile - size), (0, 0))) for pool in flat]
+    missing = -tokens % COPY_ALIGNMENT
+    size = rows * kv_heads * (tokens + missing)
+
+    def flat(pool: jax.Array) -> jax.Array:
+        if missing:
+            pool = jnp.pad(pool, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        matrix = pool.reshape(size, dim)
+        return jnp.pad(matrix, ((0, tile - size), (0, 0))) if size < tile else matrix
+
+    k, v, tokens = flat(segment.k), flat(segment.v), tokens + missing
     if isinstance(segment, PagedSegment):
         # Entries past a slot's pages may hold anything; what they point to is masked.
         table = jnp.clip(segment.tables, 0, rows - 1).reshape(-1)
-        return _Source(*flat, table.astype(jnp.int32), tokens, segment.tables.shape[1])
-    return _Source(*flat, segment.rows.astype(jnp.int32), tokens, 0)
+        return _Source(k, v, table.astype(jnp.int32), tokens, segment.tables.shape[1])
+    return _Source(k, v, segment.rows.astype(jnp.int32), tokens, 0)
 
 
 def _copy_rows(sources: Sequence[_Source]) -> int:
@@ -101,15 +102,20 @@ def _copy_rows(sources: Sequence[_Source]) -> int:
     return min([COPY_ROWS, *(source.row_tokens for source in sources if source.width)])
 
 
-def _row_of(
-    source: _Source, table: Any, slot: Any, head: Any, kv_heads: int, token: Any
-) -> jax.Array:
-    """The row of the pool's matrix that holds a slot's token."""
+def _locator(
+    source: _Source, table: Any, slot: Any, head: Any, kv_heads: int
+) -> Callable[[Any], jax.Array]:
+    """What gives the row of the pool's matrix that holds a token of the slot."""
     if not source.width:
-        return (table[slot] * kv_heads + head) * source.row_tokens + token
-    number = jnp.minimum(token // source.row_tokens, source.width - 1)
-    page = table[slot * source.width + number]
-    return (page * kv_heads + head) * source.row_tokens + token % source.row_tokens
+        first = (table[slot] * kv_heads + head) * source.row_tokens
+        return lambda token: first + token
+
+    def in_page(token: Any) -> jax.Array:
+        number = jnp.minimum(token // source.row_tokens, source.width - 1)
+        page = table[slot * source.width + number]
+        return (page * kv_heads + head) * source.row_tokens + token % source.row_tokens
+
+    return in_page
 
 
 def _for_each_unit(
@@ -160,24 +166,28 @@ def _kernel(
         begin = jnp.int32(0)
         for i, (source, (k_ref, v_ref)) in enumerate(zip(sources, pools, strict=True)):
             end = sched.ends[i, slot]
+            row_of = _locator(source, tables[i], slot, head, kv_heads)
 
-            def body(t: Any, _: None, i=i, source=source, k=k_ref, v=v_ref, begin=begin) -> None:
-                tokens = [
-                    (t - begin) * tiles.keys + number * (tiles.keys // copies)
-                    for number in range(copies)
-                ]
-                rows = [_row_of(source, tables[i], slot, head, kv_heads, x) for x in tokens]
+            def body(
+                t: Any,
+                _: None,
+                k: Any = k_ref,
+                v: Any = v_ref,
+                row_of: Callable[[Any], jax.Array] = row_of,
+                begin: Any = begin,
+            ) -> None:
+                token = (t - begin) * tiles.keys
+                rows = [row_of(token + number * (tiles.keys // copies)) for number in range(copies)]
                 ring.fill(first_step + t, k, v, rows)
 
             lax.fori_loop(jnp.maximum(low, begin), jnp.minimum(high, end), body, None)
             begin = end
 
-    def visible_keys(slot: Any, t: Any) -> jax.Array:
-        """How many of a tile's keys the slot sees: all but for the last tile of a segment."""
+    def visible_keys(limits: Sequence[tuple[Any, Any]], t: Any) -> jax.Array:
+        """How many of a tile's keys a slot sees: all but for the last tile of a segment."""
         visible, begin = jnp.int32(0), jnp.int32(0)
-        for i in range(count):
-            end = sched.ends[i, slot]
-            left = lengths_ref[i, slot] - (t - begin) * tiles.keys
+        for end, length in limits:
+            left = length - (t - begin) * tiles.keys
             visible = jnp.where((t >= begin) & (t < end), left, visible)
             begin = end
         return visible
@@ -185,10 +195,12 @@ def _kernel(
     def consume(unit: Any, slot: Any, low: Any, high: Any, first_step: Any) -> None:
         q_rows = pl.ds(group * WARPGROUP_ROWS, WARPGROUP_ROWS)
         plgpu.copy_gmem_to_smem(q_ref.at[unit, q_rows], q_s.at[group], q_full.at[group])
+        # Read before the loop: the compiler does not move loads across barriers.
+        limits = [(sched.ends[i, slot], lengths_ref[i, slot]) for i in range(count)]
         plgpu.barrier_wait(q_full.at[group])
 
         def body(t: Any, carry: tuple) -> tuple:
-            visible = visible_keys(slot, t)
+            visible = visible_keys(limits, t)
 
             def hide(scores: jax.Array) -> jax.Array:
                 number = mosaic.iota(scores.shape, 1, interpreted)
@@ -212,12 +224,13 @@ def _kernel(
         total, top, norm = lax.fori_loop(low, high, body, start)
         piece = lax.axis_index("program") + unit
         mean = total * mosaic.across(1.0 / norm, total.shape)
-        plgpu.wait_smem_to_gmem(0)  # the buffers may still hold the piece before
+        # The buffers may still hold the piece before.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         lse_s[group] = top + jnp.log(norm) * LOG2_E
         for column in range(0, dim, OUT_COLUMNS):
             columns = pl.ds(column, OUT_COLUMNS)
             if column:
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[group] = lax.slice(mean, (0, column), (WARPGROUP_ROWS, column + OUT_COLUMNS))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[group], out_ref.at[piece, q_rows, columns])

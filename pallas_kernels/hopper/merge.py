@@ -17,8 +17,8 @@ from pallas_kernels.hopper.tiles import WARPGROUP_ROWS
 COLUMNS = 32
 """Columns of a program: few, so that a few units still make many programs."""
 
-STAGES = 8
-"""Pieces on their way into shared memory at a time."""
+FEW_UNITS = 32
+"""Up to so many units have many pieces each, and more of them are fetched at a time."""
 
 
 def merge_pieces(
@@ -35,6 +35,7 @@ def merge_pieces(
     units = first_piece.shape[0]
     row_tiles = rows // WARPGROUP_ROWS
     column_tiles = dim // COLUMNS
+    stages = 8 if units <= FEW_UNITS else 4
 
     def kernel(
         parts_ref: Any,
@@ -53,7 +54,7 @@ def merge_pieces(
         first, count = first_ref[unit], count_ref[unit]
 
         def fetch(index: Any) -> None:
-            stage = lax.rem(index, jnp.int32(STAGES))
+            stage = lax.rem(index, jnp.int32(stages))
             part = parts_ref.at[first + index, at_rows, at_columns]
             plgpu.copy_gmem_to_smem(part, part_s.at[stage], full.at[stage])
             plgpu.copy_gmem_to_smem(
@@ -62,7 +63,7 @@ def merge_pieces(
 
         def body(index: Any, carry: tuple) -> tuple:
             total, top, norm = carry
-            stage = lax.rem(index, jnp.int32(STAGES))
+            stage = lax.rem(index, jnp.int32(stages))
             plgpu.barrier_wait(full.at[stage])
             part = mosaic.per_product(part_s[stage], interpreted)
             height = mosaic.per_row(lse_s[stage], interpreted)
@@ -72,10 +73,10 @@ def merge_pieces(
             total = total + part * mosaic.across(weight, total.shape)
             # All threads have read the stage before the copy engine writes to it again.
             plgpu.commit_smem()
-            pl.when(index + STAGES < count)(lambda: fetch(index + STAGES))
+            pl.when(index + stages < count)(lambda: fetch(index + stages))
             return total, new_top, norm * decay + weight
 
-        lax.fori_loop(0, jnp.minimum(count, STAGES), lambda index, _: fetch(index), None)
+        lax.fori_loop(0, jnp.minimum(count, stages), lambda index, _: fetch(index), None)
         start = mosaic.start_softmax(COLUMNS, interpreted)
         total, _, norm = lax.fori_loop(0, count, body, start)
         mean = total * mosaic.across(1.0 / jnp.maximum(norm, 1e-30), total.shape)
@@ -92,10 +93,10 @@ def merge_pieces(
         num_threads=1,
         thread_name="group",
         scratch_types=[
-            mosaic.swizzled((STAGES, WARPGROUP_ROWS, COLUMNS), jnp.float32),
-            plgpu.SMEM((STAGES, WARPGROUP_ROWS), jnp.float32),
+            mosaic.swizzled((stages, WARPGROUP_ROWS, COLUMNS), jnp.float32),
+            plgpu.SMEM((stages, WARPGROUP_ROWS), jnp.float32),
             mosaic.swizzled((WARPGROUP_ROWS, COLUMNS), dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],
         compiler_params=mosaic.compiler_params(),
         interpret=interpret,

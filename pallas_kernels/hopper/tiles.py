@@ -45,14 +45,11 @@ def compiler_params() -> Any:
 
 def interpreter() -> Any:
     """The parameters that run a kernel on a CPU, with a check for races."""
-    try:
-        params = plgpu.InterpretGPUParams  # jax >= 0.11
-    except AttributeError:
-        from jax._src.pallas.mosaic_gpu.interpret.params import (  # pyright: ignore
-            InterpretGPUParams as params,
-        )
+    # A public name from jax 0.11 on.
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
     # A copy may run past the end of a pool; the hardware fills in zeros, the interpreter NaN.
-    return params(detect_races=True, out_of_bounds_reads="uninitialized")
+    return InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
 
 
 def per_row(x: jax.Array, interpreted: bool) -> jax.Array:
@@ -65,7 +62,7 @@ def per_product(x: jax.Array, interpreted: bool) -> jax.Array:
     return x if interpreted else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
 
-def iota(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int, interpreted: bool) -> jax.Array:
     """Row (axis 0) or column (axis 1) numbers of a tile."""
     if interpreted:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -101,15 +98,15 @@ def scores_of(q: Any, k: Any, interpreted: bool, issued: Callable[[], None]) -> 
         issued()
         return accumulator[...]
 
-    return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((q.shape[0], k.shape[0]), jnp.float32))
 
 
 def add_weighted(total: jax.Array, weights: jax.Array, v: Any, interpreted: bool) -> jax.Array:
     """Adds a tile of values, in shared memory, weighted by row and key."""
     if interpreted:
         return total + jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
-    accumulate = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, v))
-    return accumulate(plgpu.ACC.init(total))
+    accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, v))
+    return accumulate(plgpu.WGMMAAccumulatorRef.init(total))
 
 
 def softmax_step(scores: jax.Array, scale: float, carry: tuple, dtype: Any) -> tuple:
