@@ -12,6 +12,7 @@ from benchmarks import (
     host_lane,
     kernels,
     mixture,
+    offload,
     serve_load,
     step,
 )
@@ -24,6 +25,7 @@ BENCHMARKS = {
     "host_lane": host_lane,
     "kernels": kernels,
     "mixture": mixture,
+    "offload": offload,
     "serve_load": serve_load,
     "step": step,
 }

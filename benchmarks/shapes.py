@@ -20,6 +20,21 @@ MODELS: dict[str, ModelConfig] = {
         stop_token_ids=(151643, 151645),
         tokenizer_vocab_size=151670,
     ),
+    # The shapes of assets/tiny-sdar, for contexts longer than it was trained on.
+    "tiny": ModelConfig(
+        family="sdar",
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=448,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        block_length=32,
+        mask_token_id=2,
+        stop_token_ids=(1,),
+        tie_word_embeddings=True,
+    ),
     # Every dimension small and different: to try a benchmark on a CPU.
     "toy": ModelConfig(
         family="toy",
