@@ -99,9 +99,8 @@ def main(arguments: argparse.Namespace) -> None:
     )
     params = random_params(config, dtype=jnp.dtype(arguments.dtype))
     cache = CacheConfig(placement="host", budget=arguments.budget)
-    print(
-        f"{'context':>8} {'cache':>6} {'prefill s':>9} {'ms/block':>9} {'held':>14} {'predicted':>14}"
-    )
+    heads = ("prefill s", "ms/block")
+    print(f"{'context':>8} {'cache':>6} {heads[0]:>9} {heads[1]:>9} {'held':>14} {'predicted':>14}")
     for context in arguments.contexts:
         figures = {}
         for name, one in (("host", cache), ("dense", None)):
