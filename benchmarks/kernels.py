@@ -205,6 +205,7 @@ def gather_figures(megabytes: int = 128) -> dict[str, float]:
     """Bytes per second of rows from the device and from host memory, beside one large copy."""
     device = jax.devices()[0]
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    on_device = SingleDeviceSharding(device)
     heads, dim = 8, 128
     entries = megabytes * 1000**2 // (heads * dim * 2)
     pool = _draw(0, (1, heads, 4 * entries, dim))
@@ -222,7 +223,7 @@ def gather_figures(megabytes: int = 128) -> dict[str, float]:
         "bytes": moved,
         "device": rate(lambda: gather(pool, row, index), moved),
         "host": rate(lambda: gather(pinned, row, index), moved),
-        "contiguous_copy": rate(lambda: jax.device_put(large, device), large.nbytes),
+        "contiguous_copy": rate(lambda: jax.device_put(large, on_device), large.nbytes),
     }
 
 
