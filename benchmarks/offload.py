@@ -111,25 +111,25 @@ def main(arguments: argparse.Namespace) -> None:
                 f"{found['device_bytes_predicted']:>14,}",
                 flush=True,
             )
-        write_record(
-            f"offload_{arguments.model}_s{context}",
-            commit=arguments.commit or current_commit(),
-            shapes={
-                "model": arguments.model,
-                "dtype": arguments.dtype,
-                "rows": 1,
-                "context_tokens": context,
-                "block_length": config.block_length,
-            },
-            settings={
-                "cache": dataclasses.asdict(cache),
-                "denoising_steps": arguments.steps,
-                "blocks": arguments.blocks,
-                "weights": "random",
-            },
-            figures=figures,
-            folder=arguments.output,
-        )
+            write_record(
+                f"offload_{arguments.model}_s{context}",
+                commit=arguments.commit or current_commit(),
+                shapes={
+                    "model": arguments.model,
+                    "dtype": arguments.dtype,
+                    "rows": 1,
+                    "context_tokens": context,
+                    "block_length": config.block_length,
+                },
+                settings={
+                    "cache": dataclasses.asdict(cache),
+                    "denoising_steps": arguments.steps,
+                    "blocks": arguments.blocks,
+                    "weights": "random",
+                },
+                figures=figures,
+                folder=arguments.output,
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ is part of the traced program: `using` has no effect on one that is compiled alr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Literal
 
@@ -114,9 +115,22 @@ def segment_attention(
     fits = _fits_queries(q, kv_heads) and rows <= MAX_ROWS and all(map(_fits_segment, segments))
     if not (fits and _runs_kernels()):
         return reference.segment_attention(q, segments)
-    from pallas_kernels.hopper import block_attention as kernels
+    return _segment_kernel()(q, tuple(segments), programs=_processors())
 
-    return kernels.segment_attention(q, segments, programs=_processors())
+
+@functools.cache
+def _segment_kernel() -> Callable[..., jax.Array]:
+    """The kernel as a function of its own, so that the layers of a program share one lowering."""
+    from pallas_kernels.hopper.block_attention import segment_attention
+
+    return jax.jit(segment_attention, static_argnames="programs")
+
+
+@functools.cache
+def _prefill_kernel() -> Callable[..., jax.Array]:
+    from pallas_kernels.hopper.prefill_attention import prefill_attention
+
+    return jax.jit(prefill_attention, static_argnames="block_length")
 
 
 def paged_attention(
@@ -179,9 +193,7 @@ def prefill_attention(
     is_half = k_chunk.dtype == jnp.bfloat16 and v_chunk.dtype == jnp.bfloat16
     if not (fits and is_half and _runs_kernels()):
         return reference.prefill_attention(*inputs, block_length)
-    from pallas_kernels.hopper import prefill_attention as kernels
-
-    return kernels.prefill_attention(*inputs, block_length)
+    return _prefill_kernel()(*inputs, block_length=block_length)
 
 
 def gather_rows(
