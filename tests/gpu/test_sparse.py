@@ -33,6 +33,13 @@ WIDE = ModelConfig(
 """Heads that the kernels take."""
 
 
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    """fp32 matmuls without TF32, so that different programs decide alike."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def test_offloaded_is_resident_and_a_whole_budget_is_dense() -> None:
     host = run(make_llm(CacheConfig(placement="host", budget=0.1)))
     assert host == run(make_llm(CacheConfig(placement="device", budget=0.1)))
