@@ -7,8 +7,8 @@ import dataclasses
 from herald_jax._checks import require, require_float, require_int, require_one_of
 from herald_jax.cache.budget import Budget
 from herald_jax.configs import ModelConfig
-from herald_jax.retrieval.queries import query_positions
-from herald_jax.retrieval.settings import SelectionConfig
+from herald_jax.retrieval.queries import check_query_set
+from herald_jax.retrieval.settings import HEADS, POOLINGS, SelectionConfig
 
 PLACEMENTS = ("device", "host")
 RETRIEVALS = ("single_pass", "layerwise")
@@ -51,7 +51,7 @@ class CacheConfig:
     sink_tokens: int = 4
     lookahead: bool = True
     retrieval: str = "single_pass"
-    selection_query: str = "log8"
+    selection_query: str = "even16"
     selection_heads: str = "mean"
     selection_pooling: str = "max"
     dilation: int = 8
@@ -80,7 +80,10 @@ class CacheConfig:
                 "single_pass with placement='host' or without lookahead",
                 "Take placement='device' and lookahead=True for the paper's retrieval pass.",
             )
-        _ = self.selection  # checks the fields that it takes over
+        check_query_set(self.selection_query, "selection_query")
+        require_one_of("selection_heads", self.selection_heads, HEADS)
+        require_one_of("selection_pooling", self.selection_pooling, POOLINGS)
+        _ = self.selection  # checks the rest
 
     @property
     def selection(self) -> SelectionConfig:
@@ -110,4 +113,3 @@ class CacheConfig:
             f"less than the model's {model.num_layers} layers",
             "Leave `cache` out to keep all layers dense.",
         )
-        query_positions(self.selection_query, model.block_length)

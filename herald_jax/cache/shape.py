@@ -38,7 +38,10 @@ class SparseShape:
     has_device_store: bool
 
     def device_parts(self, model: ModelConfig, itemsize: int) -> dict[str, int]:
-        """Bytes of the arrays of `SparseCache.zeros`, by what they hold."""
+        """Device bytes, by what they hold: the arrays of `SparseCache.zeros` and arrivals.
+
+        Entries that come from the host wait in arrays of their own until a pool has them.
+        """
         token = 2 * model.num_kv_heads * model.head_dim * itemsize
         rows = (model.num_layers - self.dense_layers) * self.rows * token
         return {
@@ -46,6 +49,7 @@ class SparseShape:
             "selected entries": rows * 2 * self.pool_tokens,
             "recent blocks": rows * self.recent_blocks * model.block_length,
             "finished blocks": rows * self.row_tokens if self.has_device_store else 0,
+            "arriving entries": token * self.staged_tokens(model, itemsize),
         }
 
     def device_bytes(self, model: ModelConfig, itemsize: int) -> int:
@@ -63,5 +67,11 @@ class SparseShape:
             return 0
         token = 2 * model.num_kv_heads * model.head_dim * itemsize
         layers = model.num_layers - self.dense_layers
-        staged = STAGING_SLOTS * self.staging_layers(model, itemsize) * self.pool_tokens
+        staged = self.staged_tokens(model, itemsize)
         return token * (layers * self.rows * self.row_tokens + staged)
+
+    def staged_tokens(self, model: ModelConfig, itemsize: int) -> int:
+        """Entries, over layers, that may be on their way at once; 0 with the store on a device."""
+        if self.has_device_store:
+            return 0
+        return STAGING_SLOTS * self.staging_layers(model, itemsize) * self.pool_tokens

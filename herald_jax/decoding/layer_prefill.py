@@ -53,13 +53,15 @@ class LayerOutput(NamedTuple):
     """What one layer leaves: the prompt's keys (rotated) and values, and the block's queries.
 
     Token slots past the prompt's whole blocks are zero. `q` is None where no queries were
-    asked for.
+    asked for. `hidden` is the first decoded block after the last layer, and else None: as the
+    block has seen the whole prompt, it is the block's first denoising step as well.
     """
 
     layer: int
     k: Float[Array, "1 K S D"]
     v: Float[Array, "1 K S D"]
     q: Float[Array, "B H D"] | None
+    hidden: Float[Array, "1 B E"] | None = None
 
 
 class QueryOutput(NamedTuple):
@@ -314,7 +316,7 @@ class LayerPrefill:
         on_layer: OnLayer,
     ) -> None:
         """Calls `on_layer` for every layer of `layers`, which has the arguments' meaning."""
-        for layer, k, v, q in self.layers(params, tokens, tail):
+        for layer, k, v, q, _ in self.layers(params, tokens, tail):
             on_layer(layer, k, v, q)
             del k, v, q
 
@@ -343,7 +345,8 @@ class LayerPrefill:
         length = np.int32(sum(walk.places[-1]))
         block = self.query(params, layer, walk.block, k, v, length)
         walk.block = block.hidden
-        return LayerOutput(layer, k, v, block.q)
+        is_last = layer == self.config.num_layers - 1
+        return LayerOutput(layer, k, v, block.q, block.hidden if is_last else None)
 
     def _buffers(self, params: Params) -> tuple[jax.Array, jax.Array]:
         dtype = params["embed_tokens"]["embedding"].dtype.name

@@ -76,7 +76,7 @@ class SlotArrays:
         return self._gathered
 
     def gather(
-        self, decode: Sequence[DecodeSlot], size: int
+        self, decode: Sequence[DecodeSlot | BlockStart], size: int
     ) -> tuple[DecodingOptions, ProposalSpec, np.ndarray]:
         """The same, made anew."""
         rows = [row for slot in decode if (row := self._rows[slot.row]) is not None]
@@ -88,7 +88,7 @@ class SlotArrays:
         options = decoding_options(sampling, seeds, self._config, strategies=tuple(RULES))
         return options, _covering(proposal_spec(sampling)), self.stop_ids(decode, size)
 
-    def stop_ids(self, decode: Sequence[DecodeSlot], size: int) -> np.ndarray:
+    def stop_ids(self, decode: Sequence[DecodeSlot | BlockStart], size: int) -> np.ndarray:
         """Stop ids of the decode slots [size, I], padded with -1."""
         stops = np.full((size, STOP_ID_SLOTS), -1, np.int32)
         for at, slot in enumerate(decode):

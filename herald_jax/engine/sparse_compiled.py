@@ -168,7 +168,10 @@ class SparsePrograms:
     ) -> tuple[jax.Array, jax.Array]:
         """Keys and values [1, K, S, D] of one dense layer of a row."""
         args = (LayerPool(cache.dense.k[layer], cache.dense.v[layer]), table)
-        return self._compiled("gather", sparse_programs.read_pages, *args, donate=())(*args)
+        return self._read_pages(*args)(*args)
+
+    def _read_pages(self, *args: Any) -> Any:
+        return self._compiled("gather", sparse_programs.read_pages, *args, donate=())
 
     def select(
         self, cache: SparseCache, at: int, row: int, index: int, tail: int, q: Any, k: Any, v: Any
@@ -176,9 +179,12 @@ class SparsePrograms:
         """The cache with the pool of sparse layer `at` filled for a row's block `index`."""
         numbers = (np.int32(row), np.int32(index), np.int32(tail))
         args = (cache.selected[at], *numbers, q, k, v)
-        select = functools.partial(sparse_programs.select_pool, **self._static)
-        pool = self._compiled("select", select, *args)(*args)
+        pool = self._select(*args)(*args)
         return cache._replace(selected=(*cache.selected[:at], pool, *cache.selected[at + 1 :]))
+
+    def _select(self, *args: Any) -> Any:
+        select = functools.partial(sparse_programs.select_pool, **self._static)
+        return self._compiled("select", select, *args)
 
     def first_step(
         self,
@@ -191,9 +197,26 @@ class SparsePrograms:
         options: Any,
     ) -> SparseStates:
         """The states after a row's step 0, whose hidden states are given."""
-        step = functools.partial(sparse_programs.first_step, model=self.model, spec=spec)
         args = (states, params, starts, np.asarray([row], np.int32), hidden, options)
-        return self._compiled(("first", spec), step, *args)(*args)
+        return self._first_step(spec, *args)(*args)
+
+    def _first_step(self, spec: ProposalSpec, *args: Any) -> Any:
+        step = functools.partial(sparse_programs.first_step, model=self.model, spec=spec)
+        return self._compiled(("first", spec), step, *args)
+
+    def warm_first_step(
+        self,
+        spec: ProposalSpec,
+        states: SparseStates,
+        params: Params,
+        starts: RowStarts,
+        options: Any,
+    ) -> None:
+        """Compiles `first_step`."""
+        embedding = params["embed_tokens"]["embedding"]
+        shape = (1, self.model.block_length, self.model.hidden_size)
+        hidden = jax.ShapeDtypeStruct(shape, embedding.dtype)
+        self._first_step(spec, states, params, starts, np.zeros(1, np.int32), hidden, options)
 
     def _placing(
         self, cache: SparseCache, at: int, row: int, blocks: int, tail: int, q: Any, k: Any, v: Any
@@ -213,11 +236,14 @@ class SparsePrograms:
         size = (1, model.num_kv_heads, self.shape.row_tokens, model.head_dim)
         k = jax.ShapeDtypeStruct(size, dtype)
         block = (model.block_length, model.num_heads, model.head_dim)
-        for q in (jax.ShapeDtypeStruct(block, dtype), None):
+        q_shape = jax.ShapeDtypeStruct(block, dtype)
+        for q in (q_shape, None):
             self._place(*self._placing(cache, 0, 0, 0, 0, q, k, k))
+        self._select(cache.selected[0], *[np.int32(0)] * 3, q_shape, k, k)
         for pool in zip(cache.dense.k[:1], cache.dense.v[:1], strict=True):
             args = (LayerPool(*pool), table, np.int32(0), k, k)
             self._compiled("pages", sparse_programs.place_pages, *args)
+            self._read_pages(*args[:2])
 
     def _warm_prefill(self, params: Params) -> None:
         if not self._is_prefill_warm:

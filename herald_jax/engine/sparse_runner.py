@@ -150,18 +150,15 @@ class SparseRunner:
             self._device_tables = jnp.array(self._tables, copy=True)
         self._drop_stays(plan)
         self._collect(plan.prefill)
-        for start in plan.starts:
-            self._arrays.set_row(start.row, options[start.row])
-            self._begin(start)
+        starts = [start for start in plan.starts if not self._begin(start, options[start.row])]
         if not plan.decode:
             return []
         self._poll()
         if self._settings.lookahead:
             self._wait_for_a_pool(plan.decode)
-            starts = plan.starts
         else:
-            self._run_exact(plan)
-            starts = ()
+            self._run_exact(plan.decode, starts)
+            starts = []
         limits = [self._limit(slot) for slot in plan.decode]
         output = self._run(plan.decode, limits, starts)
         read = functools.partial(self._on_read, self._number)
@@ -185,9 +182,13 @@ class SparseRunner:
                 for width in [0, *(n for n in sizes if n <= size)] if looks else [0]:
                     ahead = np.full(width, self.max_rows, np.int32)
                     self.programs.step(spec, *state, ahead, options)
-                if not looks:
+                if not looks and self._shape.has_device_store:
                     ints = np.zeros(size, np.int32)
                     self.programs.exact(spec, *state, options, ints, ints)
+            alone = self._arrays.gather((), 1)[0]
+            self.programs.warm_first_step(
+                spec, self._states, self.params, self._arrays.no_starts, alone
+            )
         if looks or not self._shape.has_device_store:
             self._cache = self.retrieval.warmup(self._cache, self._queries(sizes))
 
@@ -207,16 +208,23 @@ class SparseRunner:
                 raise RuntimeError(f"row {slot.row} lacks the blocks before block {slot.index}")
             self._prompts[slot.row] = (slot.epoch, [*tokens, *slot.token_ids])
 
-    def _begin(self, start: BlockStart) -> None:
-        """Prefills a row's prompt and fills its first pool."""
+    def _begin(self, start: BlockStart, sampling: RowSampling) -> bool:
+        """Prefills a row's prompt and fills its first pool; True if step 0 is done as well.
+
+        The first block walks through the layers with the prompt and sees all of it, which is
+        its step 0 (HERALD 2.3). Without lookahead, or without a prompt, that step is still due.
+        """
         row, epoch = start.row, start.epoch
+        self._arrays.set_row(row, sampling)
         known, tokens = self._prompts.pop(row, (epoch, []))
         if known != epoch or len(tokens) != start.index * self.config.block_length:
             raise RuntimeError(f"row {row} begins block {start.index} without its prompt")
         looks = self._settings.lookahead
         tail = np.asarray(start.tail, np.int32) if looks else None
         prompt, dense = np.asarray(tokens, np.int32), self._shape.dense_layers
-        for layer, k, v, q in self.programs.prompt_layers(self.params, prompt, tail):
+        hidden = None
+        for layer, k, v, q, last in self.programs.prompt_layers(self.params, prompt, tail):
+            hidden = last
             if layer < dense:
                 self._cache = self.programs.place_pages(
                     self._cache, layer, self._tables[row], len(tokens), k, v
@@ -230,7 +238,17 @@ class SparseRunner:
             del k, v, q
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
-        self._stays[row] = Stay(epoch=epoch, block=start.index, ready=ready, tail=start.tail)
+        stay = Stay(epoch=epoch, block=start.index, ready=ready, tail=start.tail)
+        self._stays[row] = stay
+        if hidden is None:
+            return False
+        options, spec, _ = self._arrays.gather([start], 1)
+        begins = self._arrays.starts([start])
+        self._states = self.programs.first_step(
+            spec, self._states, self.params, begins, row, hidden, options
+        )
+        stay.began = self._number - 1  # this step is the block's second
+        return True
 
     def _poll(self) -> None:
         self._cache, full, failures = self.retrieval.poll(self._cache)
@@ -284,12 +302,12 @@ class SparseRunner:
         stay.has_looked = True
         return Ask(slot.row, slot.epoch, stay.block + 1)
 
-    def _run_exact(self, plan: StepPlan) -> None:
+    def _run_exact(self, slots: Sequence[DecodeSlot], starts: Sequence[BlockStart]) -> None:
         """Step 0 of the rows that begin a block, over their whole prefix."""
-        decode = [s for s in plan.decode if self._stays[s.row].ready < self._stays[s.row].block]
+        decode = [s for s in slots if self._stays[s.row].ready < self._stays[s.row].block]
         if not decode:
             return
-        begins = self._arrays.starts(plan.starts)
+        begins = self._arrays.starts(starts)
         if self._shape.has_device_store:
             self._run_exact_rows(decode, begins)
             return

@@ -13,29 +13,30 @@ _NAMED = ("all", "centre", "first", "log8")
 _EVEN = re.compile(r"even([1-9][0-9]{0,5})")
 
 
-def check_query_set(name: object) -> None:
-    """Checks that `name` is a set of query positions.
+def check_query_set(name: object, field: str = "queries") -> None:
+    """Checks that `name`, the value of `field`, is a set of query positions.
 
     Raises:
         ConfigError: If it is not.
     """
     is_known = isinstance(name, str) and (name in _NAMED or bool(_EVEN.fullmatch(name)))
     allowed = f"one of {', '.join(_NAMED)} or even<n>, as in even4"
-    require(is_known, "queries", name, allowed)
+    require(is_known, field, name, allowed)
 
 
 def query_positions(name: str, block_length: int) -> tuple[int, ...]:
     """The positions of a block that `name` stands for, ascending and distinct.
 
     `even<n>` starts at the block's first position, which the selection study found to matter.
-    `log8` keeps its shape at other block lengths; a block shorter than eight has all positions.
+    `log8` keeps its shape at other block lengths. A block with fewer positions than a set asks
+    for has them all.
 
     Args:
         name: `all`, `centre`, `first`, `log8` or `even<n>`.
         block_length: B.
 
     Raises:
-        ConfigError: If the name is unknown or asks for more positions than the block has.
+        ConfigError: If the name is unknown.
 
     Example:
         >>> query_positions("log8", 32)
@@ -53,9 +54,7 @@ def query_positions(name: str, block_length: int) -> tuple[int, ...]:
         return (0,)
     if name == "log8":
         return _log8(block_length)
-    count = int(name.removeprefix("even"))
-    allowed = f"at most even{block_length} in a block of {block_length}"
-    require(count <= block_length, "queries", name, allowed, "`all` takes every position.")
+    count = min(int(name.removeprefix("even")), block_length)
     return tuple(index * block_length // count for index in range(count))
 
 

@@ -86,12 +86,19 @@ def queries_of(text: list[int], start: int) -> list[np.ndarray]:
 def test_the_masks_of_the_next_block_see_the_draft_of_this_one(length: int) -> None:
     runner, prompt = make_runner(WHOLE), prompts()[5][:length]
     options = {1: RowSampling(SamplingParams(threshold=0.99, ignore_eos=True), 5)}
+    before: list[Any] = []
+    step = runner.programs.step
+
+    def spy(spec: Any, *args: Any) -> Any:
+        before.append(jax.tree.map(lambda x: np.asarray(x)[1], args[1]))
+        return step(spec, *args)
+
+    runner.programs.step = spy  # type: ignore[method-assign]
     runner.dispatch(plan(1, prompt, 8), options)
-    block, draft, _ = jax.tree.map(lambda x: np.asarray(x)[1], runner._states)
+    block, draft, _ = before[0]  # after step 0, which the prefill made
     drafted = np.where(block.is_masked, draft, block.tokens).tolist()
     assert block.is_masked.sum() in (1, 2, 3) and CONFIG.mask_token_id not in drafted
     assert drafted[: length % BLOCK] == prompt[length - length % BLOCK :]
-    runner.dispatch(plan(2, None, 8), {})
     ((queries, asks),) = runner.retrieval.asked  # type: ignore[attr-defined]
     assert list(asks) == [Ask(1, 1, length // BLOCK + 1)]
     masks = [CONFIG.mask_token_id] * BLOCK
