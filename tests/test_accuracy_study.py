@@ -60,12 +60,12 @@ ARMS = [
     Arm(name="dense", source="none"),
     Arm(name="single pass"),
     Arm(name="exact", source="exact", prefix="final", budget=0.1),
-    Arm(name="own", source="own", selection=MAGE),
+    Arm(name="own", source="own", selection=MAGE, exact_first_step="every"),
     Arm(name="lone", source="lone", selection=CENTRE, first_block="all"),
-    Arm(name="masks", first_block="masks", is_first_step_exact=True, is_commit_exact=True),
-    Arm(name="pages", scores="pages"),
-    Arm(name="random", scores="random"),
-    Arm(name="recent", scores="recent"),
+    Arm(name="masks", first_block="masks", exact_first_step="every", is_commit_exact=True),
+    Arm(name="pages", scores="pages", exact_first_step="none"),
+    Arm(name="random", scores="random", exact_first_step="none"),
+    Arm(name="recent", scores="recent", exact_first_step="none"),
 ]
 
 

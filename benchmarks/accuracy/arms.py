@@ -14,6 +14,7 @@ from herald_jax.retrieval import SelectionConfig
 
 SOURCES = ("none", "own", "exact", "single_pass", "lone")
 SCORES = ("attention", "pages", "random", "recent")
+EXACT_BLOCKS = ("none", "first", "every")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class Arm:
         budget: Share of the prefix.
         first_block: Positions that choose for the first decoded block, which holds the
             prompt's tail: those of the `block`, the same spread over its `masks`, or `all`.
-        is_first_step_exact: True if step 0 attends everything (sparse from step 1).
+        exact_first_step: Blocks whose step 0 attends everything: `none`, the `first` decoded
+            one, which the engine's prefill runs anyway, or `every` (sparse from step 1).
         is_commit_exact: True if the commit pass attends everything.
         is_main: True if the arm runs on all prompts, and not only on the first ones.
     """
@@ -47,7 +49,7 @@ class Arm:
     selection: SelectionConfig = SelectionConfig()
     budget: float = 0.05
     first_block: str = "masks"
-    is_first_step_exact: bool = False
+    exact_first_step: str = "first"
     is_commit_exact: bool = False
     is_main: bool = False
 
@@ -57,15 +59,19 @@ class Arm:
         require_one_of("prefix", self.prefix, ("draft", "final"))
         require_one_of("scores", self.scores, SCORES)
         require_one_of("first_block", self.first_block, ("block", "masks", "all"))
+        require_one_of("exact_first_step", self.exact_first_step, EXACT_BLOCKS)
+        is_own_sound = self.source != "own" or self.exact_first_step == "every"
+        require(is_own_sound, "exact_first_step", self.exact_first_step, "every with own queries")
         require_float("budget", self.budget, 1e-6, 1.0, "a share in (0, 1]")
         is_lone_sound = self.source != "lone" or self.first_block != "masks"
         require(is_lone_sound, "first_block", self.first_block, "block or all with lone queries")
 
 
-DEFAULT = SelectionConfig()
+DEFAULT = SelectionConfig(queries="even16", dilation=8, dilation_weight=0.1)
 MAGE = SelectionConfig(queries="all", heads="apart", pooling="mean", dilation=0)
 CENTRE = SelectionConfig(queries="centre", heads="apart", pooling="mean", dilation=0)
 BUDGETS = (0.01, 0.025, 0.05, 0.1, 0.2)
+WEIGHTS = (0.1, 0.3, 1.0)
 
 
 def percent(budget: float) -> str:
@@ -82,95 +88,64 @@ def ladder(name: str, main: tuple[float, ...] = (), **fields: object) -> list[Ar
 
 
 def study_arms() -> list[Arm]:
-    """All arms, the dense one first."""
+    """All arms, the dense one first; the others change one thing of the default at a time."""
     change = dataclasses.replace
     arms = [Arm(name="dense", source="none", is_main=True)]
-    arms += ladder("default", main=(0.05, 0.1))
-    arms += ladder("default, exact lookahead", source="exact", main=(0.05,))
-    arms += ladder("MAGE", source="own", selection=MAGE, main=(0.05,))
+    arms += ladder(default_name(DEFAULT.dilation_weight), main=(0.05, 0.1), selection=DEFAULT)
+    arms += [
+        Arm(
+            name=f"{default_name(weight)} {percent(budget)}",
+            selection=change(DEFAULT, dilation_weight=weight),
+            budget=budget,
+            is_main=True,
+        )
+        for weight in WEIGHTS
+        if weight != DEFAULT.dilation_weight
+        for budget in (0.05, 0.1)
+    ]
+    own = {"source": "own", "exact_first_step": "every"}
+    arms += ladder("MAGE", main=(0.05,), selection=MAGE, **own)
     # The paper chooses for the first block from all of its queries, in the prefill.
     paper = {"source": "lone", "selection": CENTRE, "first_block": "all"}
-    arms += ladder("HERALD, lone centre", main=(0.05,), **paper)
-    arms += [
-        Arm(name=f"default, first block by {first} 5%", first_block=first)
-        for first in ("block", "all")
-    ]
-    # More queries, for answers that fill their block.
-    for queries in ("even16", "all"):
-        arms += [
-            Arm(
-                name=f"{queries} {percent(budget)}",
-                selection=change(DEFAULT, queries=queries),
-                budget=budget,
-                is_main=True,
-            )
-            for budget in (0.05, 0.1)
-        ]
-    for queries, weight in (("even8", 1.0), ("even16", 0.3), ("even16", 1.0)):
-        arms += [
-            Arm(
-                name=f"{queries}, dilation {weight:g} {percent(budget)}",
-                selection=change(DEFAULT, queries=queries, dilation_weight=weight),
-                budget=budget,
-                is_main=True,
-            )
-            for budget in (0.05, 0.1)
-        ]
-    # What stands for block N, crossed with the queries.
-    for name, selection in (("default", DEFAULT), ("all", MAGE), ("centre", CENTRE)):
-        for prefix in ("final", "draft"):
-            if (name, prefix) != ("default", "draft"):
-                arms.append(
-                    Arm(
-                        name=f"{name}, exact lookahead on {prefix} 5%",
-                        source="exact",
-                        prefix=prefix,
-                        selection=selection,
-                    )
-                )
-    arms.append(Arm(name="default on final 5%", prefix="final"))
-    # One change of the recipe at a time.
+    arms += ladder("HERALD, lone centre", **paper)
     recipes = {
-        "first": change(DEFAULT, queries="first"),
-        "even4": change(DEFAULT, queries="even4"),
+        "log8": change(DEFAULT, queries="log8"),
+        "all": change(DEFAULT, queries="all"),
         "centre": change(DEFAULT, queries="centre"),
-        "even8": change(DEFAULT, queries="even8"),
-        "all, heads apart": change(DEFAULT, queries="all", heads="apart"),
-        "even16, heads apart": change(DEFAULT, queries="even16", heads="apart"),
-        "all, heads apart, mean": change(MAGE, dilation=8),
-        "all, hard dilation": change(DEFAULT, queries="all", dilation_weight=1.0),
         "heads apart": change(DEFAULT, heads="apart"),
         "mean over positions": change(DEFAULT, pooling="mean"),
         "no dilation": change(DEFAULT, dilation=0),
-        "hard dilation": change(DEFAULT, dilation_weight=1.0),
-        "dilation 0.3": change(DEFAULT, dilation_weight=0.3),
     }
     arms += [
         Arm(name=f"default but {name} 5%", selection=recipe) for name, recipe in recipes.items()
     ]
+    changes: dict[str, dict[str, str | bool]] = {
+        "no exact step": {"exact_first_step": "none"},
+        "sparse from step 1": {"exact_first_step": "every"},
+        "exact commit": {"is_commit_exact": True},
+        "exact lookahead": {"source": "exact"},
+        "exact lookahead on final": {"source": "exact", "prefix": "final"},
+        "own step 0": own,
+        "first block by all": {"first_block": "all"},
+    }
     arms += [
-        Arm(name="default, sparse from step 1 5%", is_first_step_exact=True),
-        Arm(name="default, exact commit 5%", is_commit_exact=True),
-        Arm(name="own step 0, default queries 5%", source="own"),
-        Arm(name="HERALD, sparse from step 1 5%", is_first_step_exact=True, **paper),
-        Arm(
-            name="HERALD, first block by centre 5%",
-            source="lone",
-            selection=CENTRE,
-            first_block="block",
-        ),
-        Arm(name="lone default 5%", source="lone", first_block="block"),
+        Arm(name=f"default but {name} 5%", selection=DEFAULT, **fields)  # type: ignore[arg-type]
+        for name, fields in changes.items()
     ]
+    arms.append(Arm(name="HERALD, no exact step 5%", exact_first_step="none", **paper))
     for budget in (0.05, 0.1):
         share = percent(budget)
+        # Controls and page bounds get no exact step, which would answer for them.
+        bare = {"budget": budget, "exact_first_step": "none"}
+        pages = change(DEFAULT, dilation=0)
         arms += [
-            Arm(
-                name=f"pages {share}",
-                scores="pages",
-                selection=change(DEFAULT, dilation=0),
-                budget=budget,
-            ),
-            Arm(name=f"random {share}", scores="random", budget=budget),
-            Arm(name=f"recent {share}", scores="recent", budget=budget),
+            Arm(name=f"pages {share}", scores="pages", selection=pages, **bare),
+            Arm(name=f"random {share}", scores="random", **bare),
+            Arm(name=f"recent {share}", scores="recent", **bare),
         ]
     return arms
+
+
+def default_name(weight: float) -> str:
+    """The name of the default recipe with a weight of its dilation."""
+    return f"default, dilation {weight:g}"

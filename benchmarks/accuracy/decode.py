@@ -153,7 +153,8 @@ class Batch:
             pools = self._select(arm, 0, self._bootstrap.queries, is_active, quality)
         for nth in range(self._max_blocks):
             state = self.state(nth, text, is_active)
-            is_first_exact = is_dense or arm.source == "own" or arm.is_first_step_exact
+            is_first_exact = is_dense or arm.exact_first_step == "every"
+            is_first_exact |= arm.exact_first_step == "first" and nth == 0
             step = self._step(pools, state, is_first_exact)
             if arm.source == "own":
                 pools = self._select(arm, nth, step.queries, is_active, quality)
