@@ -411,5 +411,7 @@ class LLMEngine:
             "running": len(self.scheduler.running),
             "pending_steps": len(self._pending),
             "kv_bytes": self.sizes.kv_bytes,
+            "kv_host_bytes": self.sizes.host_bytes,
+            **self._runner.stats(),
             **dataclasses.asdict(self.scheduler.counts),
         }

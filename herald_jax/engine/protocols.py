@@ -44,6 +44,10 @@ class RunnerLike(Protocol):
         """Compiles ahead of time all programs, or those of these kinds of step."""
         ...
 
+    def stats(self) -> dict[str, float]:
+        """What it counted of its own."""
+        ...
+
     def reset(self) -> None:
         """Makes the device's state anew."""
         ...

@@ -164,6 +164,10 @@ class SlotRunner:
         """Bytes of the page pool."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
 
+    def stats(self) -> dict[str, float]:
+        """Nothing: all of its pages are the scheduler's to count."""
+        return {}
+
     def dispatch(self, plan: StepPlan, options: dict[int, RowSampling]) -> list[PendingStep]:
         """Sends a plan to the device without waiting for it.
 

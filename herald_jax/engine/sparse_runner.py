@@ -131,6 +131,11 @@ class SparseRunner:
         """Bytes of the device's cache."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
 
+    def stats(self) -> dict[str, float]:
+        """What retrievals cost so far."""
+        counts = dataclasses.asdict(self.retrieval.counts)
+        return {f"retrieval_{name}": value for name, value in counts.items()}
+
     def dispatch(
         self, plan: StepPlan, options: dict[int, RowSampling]
     ) -> Sequence[SparsePendingStep]:

@@ -15,6 +15,7 @@ GAUGES = {
     "herald_kv_pages_used": ("pages_used", "Pages of the KV pool that running samples hold"),
     "herald_kv_device_bytes": ("kv_bytes", "Device bytes of the KV pool"),
     "herald_kv_device_bytes_used": ("kv_bytes_used", "Device bytes of the pages in use"),
+    "herald_kv_host_bytes": ("kv_host_bytes", "Pinned host bytes of finished blocks"),
     "herald_tokens_per_second": ("tokens_per_second", "Generated tokens, last ten seconds"),
     "herald_tokens_per_forward": ("tokens_per_forward", "Generated tokens by forwards of rows"),
     "herald_steps_per_block": ("steps_per_block", "Denoising steps by blocks"),
@@ -33,6 +34,12 @@ COUNTERS = {
     "herald_row_steps": ("row_steps", "Rows, summed over the steps they took part in"),
     "herald_stalled_row_steps": ("stalled", "Rows left out of a step for want of a page"),
     "herald_preemptions": ("preempted", "Samples set back to make room"),
+    "herald_recalls": ("retrieval_recalls", "Pools filled for the next block of a row"),
+    "herald_host_bytes_scanned": ("retrieval_bytes_scanned", "Keys scored in host memory"),
+    "herald_link_bytes_to_device": ("retrieval_bytes_sent", "Selected entries sent to the device"),
+    "herald_link_bytes_to_host": ("retrieval_bytes_kept", "Finished blocks brought to the host"),
+    "herald_pool_waits": ("retrieval_waits", "Times that every row waited for its pool"),
+    "herald_pool_wait_seconds": ("retrieval_wait_seconds", "Time of these waits"),
     "herald_stale_blocks": ("stale_blocks", "Blocks read after their sample had ended"),
 }
 HISTOGRAMS = {

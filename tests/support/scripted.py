@@ -93,6 +93,9 @@ class ScriptedRunner:
         self.resets = 0
         self.reset()
 
+    def stats(self) -> dict[str, float]:
+        return {}
+
     def reset(self) -> None:
         self.resets += 1
         self._rows: dict[int, ScriptedRow] = {}
