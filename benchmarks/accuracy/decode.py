@@ -33,7 +33,7 @@ from herald_jax.decoding.steps import BlockState
 from herald_jax.models.decoder import Params
 from herald_jax.retrieval import query_positions, wanted_tokens
 
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = 128
 SPAN_STEP = 1024
 """Selections look at multiples of this many keys, so that few programs are needed."""
 

@@ -1,7 +1,8 @@
 """The programs of the study: first step, the other steps with the commit pass, the lookahead.
 
-What an arm attends is data here (lengths of segments), so that all arms share these programs;
-only a lookahead of lone masks has another shape. Keys and values of the whole text stay on the
+What an arm attends is data here (lengths of segments, and a branch for layers that see all of
+the text), so that all arms share these programs; only a lookahead of lone masks has another
+shape. Keys and values of the whole text stay on the
 device. Rows of a batch go from block to block together, each from its own first block on.
 
 Ownership: the cache of a batch is donated to `finish` and comes back. Decoding an arm writes
@@ -72,7 +73,7 @@ class Prefix:
         cache: All keys and values.
         pools: The selected ones.
         index: Block of each row; the text before it is finished.
-        is_exact: True (scalar or one a row) if all layers see all of the text.
+        is_exact: True if all layers see all of the text.
         layout: The common settings.
         block_length: B.
     """
@@ -82,16 +83,15 @@ class Prefix:
         cache: DenseCache,
         pools: Pools,
         index: Int[Array, " R"],
-        is_exact: Bool[Array, "*R"],
+        is_exact: Bool[Array, ""],
         layout: Layout,
         block_length: int,
     ) -> None:
         self._cache, self._pools, self._dense = cache, pools, layout.dense_layers
         first = jnp.maximum(index - layout.recent_blocks, 0) * block_length
         self._lengths = index * block_length
-        self._exact = jnp.where(is_exact, self._lengths, 0)
-        self._pooled = jnp.where(is_exact, 0, pools.lengths)
-        self._recent_lengths = jnp.where(is_exact, 0, self._lengths - first)
+        self._is_exact = is_exact
+        self._recent_lengths = self._lengths - first
         window = first[:, None] + jnp.arange(layout.recent_blocks * block_length)
 
         def newest(x: jax.Array) -> jax.Array:
@@ -102,17 +102,28 @@ class Prefix:
             for k, v in zip(cache.k[self._dense :], cache.v[self._dense :], strict=True)
         ]
 
-    def segments(self, layer: int, rows: Int[Array, " M"]) -> list[Segment]:
-        """The keys of a layer that slots of these rows see."""
-        k, v = self._cache.k[layer], self._cache.v[layer]
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "M Q H D"],
+        rows: Int[Array, " M"],
+        own: list[Segment],
+    ) -> Float[Array, "M Q H D"]:
+        """Attention of slots of these rows to what a layer sees of the text, and to `own`."""
+        whole = Segment(self._cache.k[layer], self._cache.v[layer], rows, self._lengths[rows])
         if layer < self._dense:
-            return [Segment(k, v, rows, self._lengths[rows])]
+            return segment_attention(q, [whole, *own])
         at = layer - self._dense
-        return [
-            Segment(k, v, rows, self._exact[rows]),
-            Segment(self._pools.k[at], self._pools.v[at], rows, self._pooled[rows]),
+        parts = [
+            Segment(self._pools.k[at], self._pools.v[at], rows, self._pools.lengths[rows]),
             Segment(*self._recent[at], rows, self._recent_lengths[rows]),
         ]
+        # A branch, and not segments of no length, which a plain form would still compute.
+        return lax.cond(
+            self._is_exact,
+            lambda: segment_attention(q, [whole, *own]),
+            lambda: segment_attention(q, [*parts, *own]),
+        )
 
 
 def _head_major(fresh: FreshKV) -> tuple[jax.Array, jax.Array]:
@@ -136,13 +147,11 @@ def _forward(
 
     def attend(layer: int, q: jax.Array, fresh: FreshKV) -> jax.Array:
         queries.append(q)
-        segments = prefix.segments(layer, rows)
+        own = [Segment(*_head_major(fresh), slots, jnp.full_like(slots, tokens.shape[1]))]
         if before is not None:
-            size = before[layer].k.shape[1]
-            segments.append(Segment(*_head_major(before[layer]), rows, jnp.full_like(slots, size)))
-        own = jnp.full_like(slots, tokens.shape[1])
-        segments.append(Segment(*_head_major(fresh), slots, own))
-        return segment_attention(q, segments)
+            size = jnp.full_like(slots, before[layer].k.shape[1])
+            own.insert(0, Segment(*_head_major(before[layer]), rows, size))
+        return prefix.attend(layer, q, rows, own)
 
     hidden, fresh = decoder(tokens, positions, attend)
     return hidden, fresh, queries
