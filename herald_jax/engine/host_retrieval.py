@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from herald_jax.cache.budget import Budget
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing, host_sharding
+from herald_jax.cache.host_link import measure_link
 from herald_jax.cache.shape import STAGING_SLOTS
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
@@ -28,6 +29,9 @@ from herald_jax.retrieval.select import column_group
 
 PROMPT_STEP = 1024
 """A prompt travels to the host in arrays of this many tokens times a power of two."""
+
+LINK_PROBE_BYTES = 1 << 26
+"""Size of the copies by which a slow link is found when the engine starts."""
 
 LAYERS_UNDER_WAY = 2
 """Layers of a prompt on their way to the host; each keeps its buffers on the device."""
@@ -77,6 +81,8 @@ class HostRetrieval:
         more = StagingRing.predicted_bytes(STAGING_SLOTS, layers, staged, dtype)
         self._pool = PinnedPool(host, sharding, host_bytes=cache.host_bytes, more_bytes=more)
         self._ring = StagingRing(STAGING_SLOTS, layers, staged, dtype, sharding)
+        if device.platform == "gpu":
+            measure_link(sharding, LINK_PROBE_BYTES)  # warns of a slow one
         group = column_group(cache.selection, model.num_heads, model.num_kv_heads)
         positions = query_positions(cache.selection_query, model.block_length)
         store = HostStore(

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from herald_jax import LLM, CacheConfig, ModelConfig, SamplingParams
+from herald_jax import LLM, CacheConfig, SamplingParams
 from herald_jax.models import random_params
+from tests.engine import engines
 from tests.oracle import sharpen
 
-CONFIG = ModelConfig(
-    family="test",
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=4,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    block_length=4,
-    mask_token_id=60,
-    stop_token_ids=(1,),
-    rope_theta=1234.5,
-    rms_norm_eps=3e-5,
-    max_position_embeddings=400,
-)
+CONFIG = dataclasses.replace(engines.CONFIG, num_layers=4, max_position_embeddings=400)
 LENGTHS = (3, 4, 9, 50, 121, 200, 201, 17)
 """Shorter than a block, a block, a tail in the first block, several chunks of prefill."""
 
