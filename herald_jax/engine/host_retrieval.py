@@ -105,13 +105,15 @@ class HostRetrieval:
         return self._pool.nbytes + self._ring.nbytes
 
     def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
-        """Sends a prompt's layer to the host; waits if two layers are under way already."""
+        """Sends a prompt's layer to the host."""
         size = _prompt_size(n, k.shape[2])
         cut = functools.partial(_cut, size=size)
         self._append(row, epoch, at, 0, cut(k), cut(v), n)
-        waiting = [job for job in self._appends if not job.is_done]
-        if len(waiting) > LAYERS_UNDER_WAY:
-            waiting[0].wait()
+
+    @property
+    def is_behind(self) -> bool:
+        """True if more than two layers, or blocks, are under way to the host."""
+        return sum(not job.is_done for job in self._appends) > LAYERS_UNDER_WAY
 
     def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
         """Sends a committed block to the host."""

@@ -75,6 +75,11 @@ class Retrieval(Protocol):
 
     counts: RetrievalCounts
 
+    @property
+    def is_behind(self) -> bool:
+        """True if what was taken should get on before more is; `wait` and `poll` until then."""
+        ...
+
     def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
         """Takes a prompt's keys and values [1, K, S, D] of sparse layer `at`, `n` tokens."""
         ...
@@ -132,6 +137,11 @@ class DeviceRetrieval:
 
     def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
         """Nothing: the prompt's keys are in the store."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Never: nothing is under way."""
+        return False
 
     def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
         """Nothing: the step wrote the block to the store."""

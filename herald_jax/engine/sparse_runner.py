@@ -241,6 +241,10 @@ class SparseRunner:
                 )
                 self.retrieval.take_layer(row, epoch, at, k, v, len(tokens))
             del k, v, q
+            # Other rows' entries are taken meanwhile: the lane may need the room they hold.
+            while self.retrieval.is_behind:
+                self.retrieval.wait()
+                self._poll()
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
         stay = Stay(epoch=epoch, block=start.index, ready=ready, tail=start.tail)

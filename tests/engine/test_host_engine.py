@@ -97,6 +97,22 @@ def test_a_slow_lane_changes_no_text() -> None:
     assert retrieval(llm).counts.waits > 0
 
 
+def test_a_prompt_arrives_while_recalls_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheConfig(placement="host", budget=0.1, dense_layers=0)
+    # A layer to a slot, so that the four slots soon fill.
+    monkeypatch.setattr("herald_jax.cache.shape.STAGING_BYTES", 1)
+    llm = make_llm(cache)
+    # Recalls are queued, and unread, when the next prompt's layers come.
+    slow = {Recall: 0.1, Append: 0.0}
+    retrieval(llm)._lane._before_job = lambda job: time.sleep(slow[type(job)])
+    texts: list[Any] = []
+    thread = threading.Thread(target=lambda: texts.append(run(llm, slice(5))), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the prompt and the recalls wait for each other"
+    assert texts == [run(make_llm(dataclasses.replace(cache, placement="device")), slice(5))]
+
+
 @pytest.mark.parametrize("kind", [Recall, Append])
 @pytest.mark.parametrize("cache", CACHES[:2], ids=name)
 def test_a_failing_lane_ends_its_row_alone(cache: CacheConfig, kind: type[Job]) -> None:
