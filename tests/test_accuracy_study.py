@@ -134,6 +134,27 @@ def test_arms_differ_where_the_budget_is_small() -> None:
     assert again == texts["single pass"]
 
 
+def test_step_0_is_exact_in_the_blocks_that_the_arm_names() -> None:
+    """A first step that stays sparse, or an exact one in every block, looks like the arm beside."""
+    first = Arm(name="first", budget=0.02)
+    steps = {
+        kind: [answer.steps for answer in batch().decode(
+            dataclasses.replace(first, exact_first_step=kind))]
+        for kind in ("none", "first", "every")
+    }  # fmt: skip
+    texts = {}
+    for kind in steps:
+        batch().decode(dataclasses.replace(first, exact_first_step=kind))
+        texts[kind] = batch().decoded.text.copy()
+    assert len({text.tobytes() for text in texts.values()}) == 3
+    end = batch().lengths // BLOCK * BLOCK + BLOCK
+    for row, stop in enumerate(end):
+        assert (texts["first"][row, :stop] == texts["every"][row, :stop]).all()
+        assert steps["first"][row][0] == steps["every"][row][0]
+    assert any((texts["first"][row, :stop] != texts["none"][row, :stop]).any()
+               for row, stop in enumerate(end))  # fmt: skip
+
+
 def test_a_sparse_pass_reads_nothing_but_what_it_may() -> None:
     cache = batch().cache
     index = np.asarray([13, 11, 0, 12], np.int32)
@@ -326,7 +347,11 @@ def test_another_tokenizer_gets_its_own_chat_template(tmp_path: Path) -> None:
 def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None:
     """A page that is rendered again loses what was written by hand, or hides a failure."""
     draw = np.random.default_rng(0)
-    arms = [arm for arm in study_arms() if arm.name in ("dense", "default 5%", "random 5%")]
+    arms = [
+        arm
+        for arm in study_arms()
+        if arm.name in ("dense", "default, dilation 0.1 5%", "random 5%")
+    ]
     results = CellResults(arms, [1024, 2048], 2)
     for length in (1024, 2048):
         dense = (draw.random(900) < 0.97).tolist()
@@ -334,10 +359,10 @@ def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None
             good = dense if arm.name != "random 5%" else [False] * 900
             results.outcomes[length][arm.name].add(Outcomes(good, good, [3] * 900, [2] * 900))
     sums, rows = np.asarray([1.0, 0.5, 0.25]), np.asarray([4, 4, 1])
-    results.add_drift(1024, "default 5%", sums[:2], rows[:2])
-    results.add_drift(1024, "default 5%", sums, rows)
-    results.add_drift(2048, "default 5%", 2 * sums[:1], rows[:1])
-    results.quality[1024]["default 5%"].add(
+    results.add_drift(1024, "default, dilation 0.1 5%", sums[:2], rows[:2])
+    results.add_drift(1024, "default, dilation 0.1 5%", sums, rows)
+    results.add_drift(2048, "default, dilation 0.1 5%", 2 * sums[:1], rows[:1])
+    results.quality[1024]["default, dilation 0.1 5%"].add(
         Quality(np.arange(6.0).reshape(3, 2), np.ones((3, 2)), np.asarray([10, 8]))
     )
     write_record(
@@ -358,9 +383,11 @@ def test_the_page_keeps_its_findings_and_says_who_passes(tmp_path: Path) -> None
     page = tmp_path / "page.md"
     write_report(tmp_path, page)
     text = page.read_text()
-    assert "| kv | default 5% | 1800 | +0.00 [-0.15, +0.15] | passes |" in text
+    assert "| kv | default, dilation 0.1 5% | 1800 | +0.00 [-0.15, +0.15] | passes |" in text
     assert re.search(r"\| random 5% \| -9[67]\.", text)
-    assert "| kv | default 5% | 0.333 0.125 0.250 | 1 |" in text
+    assert "| default, dilation 0.1 | the first block | single_pass | even16, " in text
+    assert "## Run `ccccccc`" in text
+    assert "| kv | default, dilation 0.1 5% | 0.333 0.125 0.250 | 1 |" in text
     assert "| first block | 0.00 0.10 | 0.20 0.30 | 0.40 0.50 |" in text
     assert "| later blocks | 0.12 0.12 | 0.12 0.12 | 0.12 0.12 |" in text
     page.write_text(text.replace("<!-- findings -->", "<!-- findings -->\nSo it is."))

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60, help="no batch begins after these")
     processes = max((os.cpu_count() or 2) - 1, 1)
     parser.add_argument("--processes", type=int, default=processes, help="that make prompts")
+    parser.add_argument(
+        "--run", default="", help="name of the run, at the end of its records' names"
+    )
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--report", type=Path, help="write this page from the records, no more")
@@ -48,6 +51,6 @@ def main(arguments: argparse.Namespace) -> None:
 
         write_report(arguments.output, arguments.report)
     else:
-        from benchmarks.accuracy.study import run
+        from benchmarks.accuracy.study import run_study
 
-        run(arguments)
+        run_study(arguments)

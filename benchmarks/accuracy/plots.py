@@ -76,7 +76,7 @@ def _layers(records: list[dict[str, Any]], path: Path) -> None:
     figure, axes = _axes(len(records))
     for record, axis in zip(records, axes, strict=False):
         first = record["settings"]["layout"]["dense_layers"]
-        names = ("MAGE 5%", "default 5%", "HERALD, lone centre 5%", "pages 5%", "recent 5%")
+        names = [name for name in record["settings"]["arms"] if name.endswith(" 5%")][:6]
         for name in names:
             part = "later_blocks"
             found = mean_quality(record, name, part) or mean_quality(record, name, "first_block")

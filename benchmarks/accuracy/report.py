@@ -1,5 +1,8 @@
 """Renders the records of the study as a page, with plots where matplotlib is installed.
 
+Records are grouped by run, and every run is a section of its own: the same name may stand for
+another recipe in each, so a section says what its arms are.
+
 What stands between the two findings marks of an existing page is kept: conclusions are written
 by hand, figures are not.
 """
@@ -15,7 +18,7 @@ from benchmarks.accuracy.arms import BUDGETS, percent
 from benchmarks.accuracy.plots import draw_plots
 
 OPEN, CLOSE = "<!-- findings -->", "<!-- end of findings -->"
-LADDERS = ("default", "default, exact lookahead", "MAGE", "HERALD, lone centre")
+CONTROLS = ("pages", "recent", "random")
 BOUND, MEAN_BOUND = -0.02, -0.01
 """An arm is non-inferior if its difference's interval lies above the one, its mean above the
 other."""
@@ -32,19 +35,20 @@ def write_report(results: Path, page: Path) -> None:
     if page.exists() and OPEN in page.read_text():
         text = page.read_text()
         findings = text[text.index(OPEN) : text.index(CLOSE) + len(CLOSE)]
-    plots = draw_plots(records, page.with_suffix(""), LADDERS)
-    parts = [
-        "# What selection costs in accuracy",
-        findings,
-        _setup(records),
-        *(f"![{title}]({path.relative_to(page.parent)})" for title, path in plots),
-        *_verdicts(records),
-        *_cells(records),
-        *_budgets(records),
-        *_side_arms(records),
-        *_drift(records),
-        *_selection(records),
-    ]
+    parts = ["# What selection costs in accuracy", findings, _common(records)]
+    for name, run in runs_of(records).items():
+        plots = draw_plots(run, page.with_suffix("") / name, ladders_of(run))
+        parts += [
+            f"## {_title(name)}",
+            _setup(run),
+            *(f"![{title}]({path.relative_to(page.parent)})" for title, path in plots),
+            *_verdicts(run),
+            *_cells(run),
+            *_budgets(run),
+            *_side_arms(run),
+            *_drift(run),
+            *_selection(run),
+        ]
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -67,52 +71,116 @@ def _gap(values: Sequence[float], digits: int = 1, scale: float = 100) -> str:
     return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def _setup(records: list[Record]) -> str:
-    one = records[0]
-    settings, device = one["settings"], one["device"]
-    layout = settings["layout"]
+def runs_of(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by the name of their run; one without a name is called by its commit."""
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record["settings"].get("run") or record["commit"][:7], []).append(record)
+    return runs
+
+
+def _title(run: str) -> str:
+    return f"Run `{run}`"
+
+
+def ladders_of(run: Sequence[Record]) -> list[str]:
+    """Arms that a run has at three budgets or more, without the budget, in their order."""
+    counts: dict[str, int] = {}
+    for name in run[0]["settings"]["arms"]:
+        counts.setdefault(_family(name), 0)
+        counts[_family(name)] += 1
+    return [name for name, count in counts.items() if count >= 3]
+
+
+def _family(name: str) -> str:
+    return name.rpartition(" ")[0] if name.endswith("%") else name
+
+
+def _common(records: list[Record]) -> str:
     lines = [
-        f"Model `{settings['model']}` in {settings['dtype']} on {device['kind']} "
-        f"(jax {one['versions']['jax']}). Greedy, threshold {layout['threshold']}. "
-        f"The first {layout['dense_layers']} layers attend everything; the others attend the "
-        f"budget, {layout['sink_tokens']} sinks, {layout['recent_blocks']} finished block and the "
-        "block itself. A budget is a share of the prefix at the block's start. Every arm decodes "
-        "the same prompts; differences are to the dense arm on the same prompts, in points, with "
-        f"intervals of {settings['interval']}.",
-        "`contained`: every value asked for stands in the answer; `exact`: right to the letter. "
-        "Tasks and prompts are those of `examples/train_tiny/tasks.py`; arms are defined in "
-        "`benchmarks/accuracy/arms.py`, records are `benchmarks/results/accuracy_*.json`, and "
+        "A budget is a share of the prefix at the block's start; sinks, recent blocks and the "
+        "block itself come on top. Every arm decodes the same prompts; differences are to the "
+        "dense arm on the same prompts, in points, with intervals of "
+        f"{records[0]['settings']['interval']}. `contained`: every value asked for stands in the "
+        "answer; `exact`: right to the letter. Tasks and prompts are those of "
+        "`examples/train_tiny/tasks.py`; records are `benchmarks/results/accuracy_*.json`, and "
         "`python -m benchmarks accuracy --report docs/accuracy.md` writes this page.",
+        f"An arm is non-inferior to dense if the mean difference in `contained` is above "
+        f"{100 * MEAN_BOUND:g} and the lower bound above {100 * BOUND:g} points, lengths pooled.",
     ]
     return "\n\n".join(lines)
 
 
-def _verdicts(records: list[Record]) -> Iterable[str]:
-    names = ("default 5%", "default 10%")
-    yield "## Non-inferiority to dense"
-    yield (
-        f"An arm passes if the mean difference in `contained` is above {100 * MEAN_BOUND:g} "
-        f"and the lower bound above {100 * BOUND:g} points, lengths pooled."
+def _setup(run: list[Record]) -> str:
+    one = run[0]
+    settings, device = one["settings"], one["device"]
+    layout = settings["layout"]
+    commits = sorted({record["commit"] for record in run})
+    text = (
+        f"Model `{settings['model']}` in {settings['dtype']} on {device['kind']} "
+        f"(jax {one['versions']['jax']}), commit {', '.join(commits)}. Greedy, threshold "
+        f"{layout['threshold']}; {layout['dense_layers']} dense layers, {layout['sink_tokens']} "
+        f"sinks, {layout['recent_blocks']} recent block."
     )
+    return f"{text}\n\n{_recipes(run)}"
+
+
+def _recipes(run: list[Record]) -> str:
+    """What the arms of a run are, one line for all budgets of an arm."""
+    seen: dict[str, list[str]] = {}
+    for record in run:
+        for name, arm in record["settings"]["arms"].items():
+            if arm["source"] != "none" and arm["is_main"]:
+                seen.setdefault(_family(name), [_exactness(arm), arm["source"], _recipe(arm)])
+    head = ["arm", "step 0 exact in", "queries of", "selection"]
+    return table(head, [[name, *cells] for name, cells in seen.items()])
+
+
+def _exactness(arm: dict[str, Any]) -> str:
+    if "exact_first_step" in arm:
+        kind = arm["exact_first_step"]
+    else:  # a record of before the field had three values
+        is_every = arm["source"] == "own" or arm["is_first_step_exact"]
+        kind = "every" if is_every else "none"
+    return {"none": "no block", "first": "the first block", "every": "every block"}[kind]
+
+
+def _recipe(arm: dict[str, Any]) -> str:
+    if arm["scores"] in ("random", "recent"):
+        return arm["scores"]
+    spec = arm["selection"]
+    width = f"dilation {spec['dilation']} x {spec['dilation_weight']:g}"
+    return ", ".join(
+        [
+            spec["queries"],
+            f"heads {spec['heads']}",
+            spec["pooling"],
+            width if spec["dilation"] else "no dilation",
+        ]
+    )
+
+
+def _verdicts(run: list[Record]) -> Iterable[str]:
+    yield "### Non-inferiority to dense"
     rows = []
-    for record in records:
-        pooled = record["figures"]["pooled"]
-        for name, line in pooled.items():
-            if name in names or ("first block by" in name and line["n"] > 0):
-                gap = line["contained_difference"]
-                passes = gap[0] > MEAN_BOUND and gap[1] > BOUND
-                verdict = "passes" if passes else "fails"
-                rows.append([_cell(record), name, str(line["n"]), _gap(gap, 2), verdict])
+    for record in run:
+        for name, line in record["figures"]["pooled"].items():
+            if not record["settings"]["arms"][name]["is_main"] or name == "dense":
+                continue
+            gap = line["contained_difference"]
+            passes = gap[0] > MEAN_BOUND and gap[1] > BOUND
+            verdict = "passes" if passes else "worse" if gap[2] < 0 else "not shown"
+            rows.append([_cell(record), name, str(line["n"]), _gap(gap, 2), verdict])
     yield table(["task", "arm", "pairs", "contained, difference", ""], rows)
 
 
 def _cells(records: list[Record]) -> Iterable[str]:
-    yield "## Arms that ran on all prompts"
+    yield "### Arms that ran on all prompts"
     yield "Contained / exact / denoising steps a block, and the difference in `contained`."
     for record in records:
         figures, arms = record["figures"], record["settings"]["arms"]
         lengths = list(figures["by_length"])
-        yield f"### {_cell(record)}"
+        yield f"#### {_cell(record)}"
         head = ["arm", *lengths, "all lengths, difference", "steps a block, difference"]
         rows = []
         for name, arm in arms.items():
@@ -136,16 +204,19 @@ def _line(line: dict[str, Any] | None) -> str:
 
 
 def _budgets(records: list[Record]) -> Iterable[str]:
-    yield "## Budgets"
+    ladders = ladders_of(records)
+    if not ladders:
+        return
+    yield "### Budgets"
     yield "Share contained, all lengths together."
     for record in records:
         pooled = record["figures"]["pooled"]
         rows = [
             [ladder, *(_pooled_share(pooled, f"{ladder} {percent(b)}") for b in BUDGETS)]
-            for ladder in LADDERS
+            for ladder in ladders
         ]
         rows.append(["dense", *[_pooled_share(pooled, "dense")] * len(BUDGETS)])
-        yield f"### {_cell(record)}"
+        yield f"#### {_cell(record)}"
         yield table(["arm", *map(percent, BUDGETS)], rows)
 
 
@@ -154,17 +225,19 @@ def _pooled_share(pooled: dict[str, Any], name: str) -> str:
 
 
 def _side_arms(records: list[Record]) -> Iterable[str]:
-    yield "## All arms on the first prompts"
-    yield (
-        "Difference to dense in `contained`, all lengths together, and denoising steps a block. "
-        "Only arms outside the tables of budgets, or with other prompts than all."
-    )
-    known = {f"{ladder} {percent(budget)}" for ladder in LADDERS for budget in BUDGETS}
+    known = {f"{ladder} {percent(budget)}" for ladder in ladders_of(records) for budget in BUDGETS}
     names = [
         name
-        for name in records[0]["settings"]["arms"]
-        if name not in known and name != "dense" and name in records[0]["figures"]["pooled"]
+        for name, arm in records[0]["settings"]["arms"].items()
+        if name not in known and not arm["is_main"] and name in records[0]["figures"]["pooled"]
     ]
+    if not names:
+        return
+    yield "### All arms on the first prompts"
+    yield (
+        "Difference to dense in `contained`, all lengths together, and denoising steps a block. "
+        "Only arms outside the tables above."
+    )
     rows = []
     for name in names:
         cells = []
@@ -181,12 +254,6 @@ def _side_arms(records: list[Record]) -> Iterable[str]:
 
 
 def _drift(records: list[Record]) -> Iterable[str]:
-    yield "## Drift of committed keys and values"
-    yield (
-        "Relative error of what the decoded blocks left in the cache, against the same tokens "
-        "committed with full attention: first block, second, and so on; mean over sparse "
-        "layers, rows and lengths, with the rows of the last block given."
-    )
     rows = []
     for record in records:
         for name in record["settings"]["arms"]:
@@ -207,11 +274,19 @@ def _drift(records: list[Record]) -> Iterable[str]:
             text = " ".join(f"{mean:.3f}" for mean, _ in errors)
             rows.append([_cell(record), name, text, str(errors[-1][1])])
     if rows:
+        yield "### Drift of committed keys and values"
+        yield (
+            "Relative error of what the decoded blocks left in the cache, against the same tokens "
+            "committed with full attention: first block, second, and so on; mean over sparse "
+            "layers, rows and lengths, with the rows of the last block given."
+        )
         yield table(["task", "arm", "error by block", "rows"], rows)
 
 
 def _selection(records: list[Record]) -> Iterable[str]:
-    yield "## Recall and captured mass by layer"
+    if not any(any(record["figures"]["selection"].values()) for record in records):
+        return
+    yield "### Recall and captured mass by layer"
     yield (
         "Against the mean importance over all queries of the block, heads apart (MAGE's): recall "
         "of its best keys, and the share of attention to the candidates that the selected ones "
@@ -230,7 +305,7 @@ def _selection(records: list[Record]) -> Iterable[str]:
                 )
                 rows.append([name, part.replace("_", " "), recall, mass, best])
         if rows:
-            yield f"### {_cell(record)}"
+            yield f"#### {_cell(record)}"
             yield table(["arm", "block", "recall", "mass", "best mass"], rows)
 
 

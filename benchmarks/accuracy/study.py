@@ -174,7 +174,7 @@ def jobs_of(
                 yield start // rows, Job(cell, length, start, min(rows, prompts - start))
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_study(arguments: argparse.Namespace) -> None:
     """The whole study; returns early, with records, when the time is over."""
     begin = time.monotonic()
     enable_compile_cache()
@@ -189,20 +189,21 @@ def run(arguments: argparse.Namespace) -> None:
     longest = max(arguments.lengths)
     tokens = row_tokens_for(longest - ANSWER_TOKENS, arguments.max_blocks, config.block_length)
     pool_tokens = pool_tokens_for(arms, layout, longest + ANSWER_TOKENS)
-    commit = arguments.commit or current_commit()
+    commit, run = arguments.commit or current_commit(), arguments.run
 
     def save() -> None:
         for cell, found in results.items():
             figures = found.figures()
             if figures["by_length"]:
                 write_record(
-                    f"accuracy_{Path(arguments.model).name}_{cell}",
+                    "_".join(filter(None, (f"accuracy_{Path(arguments.model).name}_{cell}", run))),
                     commit=commit,
                     shapes=dataclasses.asdict(config),
                     settings={
                         "model": str(arguments.model),
                         "dtype": dtype,
                         "cell": cell,
+                        "run": run,
                         "rows": arguments.rows,
                         "max_blocks": _blocks(cell, arguments.max_blocks),
                         "layout": dataclasses.asdict(layout),
