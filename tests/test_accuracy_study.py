@@ -58,9 +58,9 @@ CONFIG = ModelConfig(
 LAYOUT = Layout(dense_layers=1, sink_tokens=3, threshold=0.4)
 ARMS = [
     Arm(name="dense", source="none"),
-    Arm(name="single pass"),
+    Arm(name="single pass", selection=SelectionConfig(queries="log8")),
     Arm(name="exact", source="exact", prefix="final", budget=0.1),
-    Arm(name="own", source="own", selection=MAGE, exact_first_step="every"),
+    Arm(name="own", source="own", selection=MAGE, first_block="block", exact_first_step="every"),
     Arm(name="lone", source="lone", selection=CENTRE, first_block="all"),
     Arm(name="masks", first_block="masks", exact_first_step="every", is_commit_exact=True),
     Arm(name="pages", scores="pages", exact_first_step="none"),

@@ -8,6 +8,7 @@ with the keys that it was denoised with.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from herald_jax._checks import require, require_float, require_one_of
 from herald_jax.retrieval import SelectionConfig
@@ -104,7 +105,7 @@ def study_arms() -> list[Arm]:
         for budget in (0.05, 0.1)
     ]
     own = {"source": "own", "exact_first_step": "every"}
-    arms += ladder("MAGE", main=(0.05,), selection=MAGE, **own)
+    arms += ladder("MAGE", main=(0.05,), selection=MAGE, first_block="block", **own)
     # The paper chooses for the first block from all of its queries, in the prefill.
     paper = {"source": "lone", "selection": CENTRE, "first_block": "all"}
     arms += ladder("HERALD, lone centre", **paper)
@@ -119,7 +120,7 @@ def study_arms() -> list[Arm]:
     arms += [
         Arm(name=f"default but {name} 5%", selection=recipe) for name, recipe in recipes.items()
     ]
-    changes: dict[str, dict[str, str | bool]] = {
+    changes: dict[str, Mapping[str, str | bool]] = {
         "no exact step": {"exact_first_step": "none"},
         "sparse from step 1": {"exact_first_step": "every"},
         "exact commit": {"is_commit_exact": True},
