@@ -40,7 +40,8 @@ class EngineConfig:
         device_memory_fraction: Share of the device's memory that may be used, in (0, 1].
         kv_cache_bytes: Bytes of the page pool; `None` takes what memory leaves, and no more
             than all rows can use.
-        max_prefill_tokens: Prompt tokens that share a step with the rows that decode.
+        max_prefill_tokens: Prompt tokens that share a step with the rows that decode. With a
+            sparse cache a prompt is gathered at this rate and then prefilled in one go.
         run_ahead: Steps that are dispatched before the first of them is read; 1 reads every
             step before the next.
         max_waiting: Most samples that may wait for their first row.

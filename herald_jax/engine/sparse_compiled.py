@@ -48,7 +48,9 @@ class SparsePrograms:
         self._is_layerwise = cache.retrieval == "layerwise"
         block = config.block_length
         table = BudgetTable.of(cache.budget_of(block), shape.row_tokens // block + 2)
-        selector = Selector(cache.selection, block, cache.sink_tokens, shape.pool_tokens)
+        # A pool has room for all candidates of a text that is shorter than its sinks.
+        sinks = min(cache.sink_tokens, shape.pool_tokens)
+        selector = Selector(cache.selection, block, sinks, shape.pool_tokens)
         self._static: dict[str, Any] = dict(budget=table, selector=selector)
         self.prefill = LayerPrefill(
             config,

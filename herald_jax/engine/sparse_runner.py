@@ -313,16 +313,19 @@ class SparseRunner:
 
     def _run_exact(self, slots: Sequence[DecodeSlot], starts: Sequence[BlockStart]) -> None:
         """Step 0 of the rows that begin a block, over their whole prefix."""
-        decode = [s for s in slots if self._stays[s.row].ready < self._stays[s.row].block]
-        if not decode:
-            return
-        begins = self._arrays.starts(starts)
-        if self._shape.has_device_store:
-            self._run_exact_rows(decode, begins)
+        failed = {(failure.row, failure.epoch) for failure in self._failures}
+        decode = [
+            slot
+            for slot in slots
+            if self._stays[slot.row].ready < self._stays[slot.row].block
+            and (slot.row, slot.epoch) not in failed
+        ]
+        if decode and self._shape.has_device_store:
+            self._run_exact_rows(decode, self._arrays.starts(starts))
             return
         for slot in decode:
-            self._run_exact_row(slot, begins)
-            begins = self._arrays.no_starts
+            own = [start for start in starts if start.row == slot.row]
+            self._run_exact_row(slot, self._arrays.starts(own))
 
     def _run_exact_rows(self, decode: Sequence[DecodeSlot], begins: RowStarts) -> None:
         """All of them in one program, over the store on the device."""
@@ -387,7 +390,10 @@ class SparseRunner:
     def _on_read(
         self, number: int, blocks: list[CommittedBlock]
     ) -> list[CommittedBlock | RowFailure]:
-        """The blocks with their accounts, and the failures since the last read."""
+        """The failures since the last read, and the blocks with their accounts.
+
+        A failure comes first, so that no block of its row is taken after it.
+        """
         results: list[CommittedBlock | RowFailure] = []
         for block in blocks:
             stay = self._stays.get(block.row)
@@ -398,4 +404,4 @@ class SparseRunner:
                 results.append(dataclasses.replace(block, block=new))
                 self.retrieval.take_block(self._cache, block.row, block.epoch, block.index)
         failures, self._failures = self._failures, []
-        return [*results, *failures]
+        return [*failures, *results]

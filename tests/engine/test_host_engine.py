@@ -167,3 +167,28 @@ def test_what_does_not_fit_the_host_is_refused_before_anything_is_allocated() ->
     with pytest.raises(ConfigError, match=rf"{ROWS} rows .* of host memory .*host_bytes"):
         LLM.from_params(CONFIG, params(), max_model_len=256, max_num_seqs=ROWS, cache=cache)
     assert threading.active_count() == before
+
+
+def test_rows_that_begin_beside_a_failing_one_begin() -> None:
+    """Prompts of one step, of which the first in row order fails before its first block."""
+    llm, expected = make_llm(CACHES[1]), run(make_llm(CACHES[1]))
+    failing: list[int] = []
+
+    def fail(job: Job) -> None:
+        if isinstance(job, Append) and job.start == 0 and job.layer == 0:
+            failing.append(job.row)
+            if len(failing) == 1:
+                raise OSError("the disk is on fire")
+
+    retrieval(llm)._lane._before_job = fail
+    with pytest.raises(GenerationError, match="1 of 3 requests failed") as caught:
+        llm.generate(prompts()[2:5], sampling()[2:5])
+    assert failing[0] == 0
+    texts = [output.outputs[0].token_ids for output in caught.value.outputs]
+    assert texts == [[], expected[3][0], expected[4][0]]
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_more_sinks_than_text(placement: str) -> None:
+    cache = CacheConfig(placement=placement, budget=1, sink_tokens=500)
+    assert run(make_llm(cache), slice(0, 4)) == dense()[:4]
