@@ -30,7 +30,7 @@ from herald_jax.models.decoder import Params, random_params
 
 
 def _device_bytes(engine: LLMEngine) -> int:
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     jax.block_until_ready(runner._states)
     stats = jax.devices()[0].memory_stats()
     if stats is None:
@@ -63,7 +63,7 @@ def measure(
         ends.append(time.perf_counter())
         output = event.output or output
     assert output is not None
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     blocks = np.diff(ends)[1:-1] * 1e3
     figures: dict[str, Any] = {
         "prefill_seconds": output.stats.prefill_seconds,

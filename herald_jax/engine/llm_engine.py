@@ -170,6 +170,11 @@ class LLMEngine:
         return self._params
 
     @property
+    def runner(self) -> RunnerLike:
+        """What runs the plans on the device."""
+        return self._runner
+
+    @property
     def has_unfinished(self) -> bool:
         """True while a request waits or runs, or results are unread."""
         return bool(self._pending) or not self.scheduler.is_idle

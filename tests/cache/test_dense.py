@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from herald_jax.cache.dense import DenseCache
-from herald_jax.cache.layout import kv_bytes_per_token
-from herald_jax.cache.layout import round_up
+from herald_jax.cache.layout import kv_bytes_per_token, round_up
 from herald_jax.configs import ModelConfig
 from herald_jax.models.attention import FreshKV
 
