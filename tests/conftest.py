@@ -6,10 +6,11 @@ module level.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Lets go of a module's compiled programs.
+
+    On a CPU each of them maps memory of its own, and a process that has mapped 65,530 pieces ends
+    with a segmentation fault in the compiler.
+    """
+    yield
+    for name in ("tests.engine.engines", "tests.engine.sparse_engines"):
+        if name in sys.modules:
+            sys.modules[name].PROGRAMS.clear()  # type: ignore[attr-defined]
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()  # type: ignore[attr-defined]
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
