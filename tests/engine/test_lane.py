@@ -415,7 +415,10 @@ def test_random_traffic_leaks_nothing():
     open_recalls: list[Recall] = []
     taken = failed = 0
     with setup.lane:
-        for tick in range(400):
+        for tick in range(20_000):
+            if tick >= 400 and taken > 20 and failed > 0:
+                break
+            time.sleep(0.0005)  # a busy machine may give the lane less time than this thread
             row = chance.randrange(ROWS)
             fate = chance.random()
             if fate < 0.12 or lengths[row] == TOKENS // BLOCK:
