@@ -56,16 +56,15 @@ class SparsePendingStep:
     def __init__(
         self,
         slots: Sequence[DecodeSlot],
-        output: SlotOutput | None,
+        output: SlotOutput,
         on_read: Callable[[list[CommittedBlock]], list[CommittedBlock | RowFailure]],
     ) -> None:
-        self._step = None if output is None else PendingStep(slots, output)
+        self._step = PendingStep(slots, output)
         self._on_read = on_read
 
     def read(self) -> list[CommittedBlock | RowFailure]:
         """The blocks that the step committed, and the rows that have failed; waits for it."""
-        blocks = [] if self._step is None else self._step.read()
-        return self._on_read(blocks)
+        return self._on_read(self._step.read())
 
 
 class SparseRunner:
