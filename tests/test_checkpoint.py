@@ -192,8 +192,20 @@ def test_newer_format_is_named(tiny_config, tiny_params, tmp_path):
         load_params(tmp_path / "x")
 
 
-def test_damaged_pack(tiny_config, tiny_params, tmp_path, run_python):
-    """A pack of the right size with wrong bytes is an error that names it.
+def test_one_flipped_bit(tiny_config, tiny_params, tmp_path):
+    """Damage that keeps the size, and that the storage library reads as another number."""
+    save(tmp_path / "x", tiny_config, tiny_params)
+    files = (tmp_path / "x" / "params" / "0000").rglob("*")
+    largest = max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(CheckpointError, match="Pack 0000 of .*x is damaged: its CRC-32"):
+        load_params(tmp_path / "x")
+
+
+def test_pack_that_the_storage_library_cannot_read(tiny_config, tiny_params, tmp_path, run_python):
+    """An error that names the pack, also for a checkpoint without digests.
 
     Read in a process of its own: after a failed read the storage library ends other reads
     late, with complaints that pytest would blame on whichever test runs then.
@@ -201,15 +213,36 @@ def test_damaged_pack(tiny_config, tiny_params, tmp_path, run_python):
     save(tmp_path / "x", tiny_config, tiny_params)
     for path in (tmp_path / "x" / "params" / "0000").rglob("*.ocdbt"):
         path.write_bytes(bytes(path.stat().st_size))
+    index = tmp_path / "x" / "params" / "index.json"
+    old = {key: value for key, value in json.loads(index.read_text()).items() if key != "digests"}
+    index.write_text(json.dumps(old))
     code = f"""
 from herald_jax.checkpoint import CheckpointError, load_params
 try:
     load_params({str(tmp_path / "x")!r})
 except CheckpointError as error:
-    assert "Pack 0000" in str(error)
+    assert "Pack 0000" in str(error) and "cannot be read" in str(error)
     print("refused")
 """
     assert run_python(code) == "refused\n"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite(tiny_config, tiny_params, tmp_path, dtype, bad):
+    leaves = dotted_leaves(tiny_params)
+    name = next(name for name, leaf in leaves.items() if leaf.ndim == 2)
+    array = np.asarray(leaves[name]).astype(jnp.dtype(dtype))
+    array[1, 2] = bad
+    array[0, 0] = np.finfo(jnp.dtype(dtype)).max if dtype != "bfloat16" else 3e38
+    with CheckpointWriter(tmp_path / "x", tiny_config) as writer:
+        with pytest.raises(CheckpointError, match=f"{name} has 1 of {array.size} values that are"):
+            writer.write(name, array)
+        array[1, 2] = 0
+        writer.write(name, array)
+        for other, leaf in leaves.items():
+            if other != name:
+                writer.write(other, leaf)
 
 
 def test_incomplete_writes_are_refused(tiny_config, tiny_params, tmp_path):

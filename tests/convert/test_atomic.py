@@ -69,7 +69,7 @@ def test_failing_rename_brings_the_old_target_back(make_source, tmp_path, monkey
             raise OSError("no rename")
         original(src, dst)
 
-    monkeypatch.setattr("herald_jax.checkpoint.os.replace", replace)
+    monkeypatch.setattr("herald_jax.checkpoint.writer.os.replace", replace)
     with pytest.raises(OSError, match="no rename"):
         convert(source, tmp_path / "dst", force=True)
     assert snapshot(tmp_path / "dst") == before
@@ -133,7 +133,7 @@ def test_target_that_appears_at_the_last_moment(make_source, tmp_path, monkeypat
             (target / "precious.txt" if is_folder else target).write_text("years")
         original(src, dst)
 
-    monkeypatch.setattr("herald_jax.checkpoint.os.replace", replace)
+    monkeypatch.setattr("herald_jax.checkpoint.writer.os.replace", replace)
     with pytest.raises(ConversionError, match="not replaced"):
         convert(source, target)
     assert (target / "precious.txt" if is_folder else target).read_text() == "years"

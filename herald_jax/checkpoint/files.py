@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import jax.numpy as jnp
 
 INDEX_FORMAT = 1
 """Version of `params/index.json`."""
+
+_DIGEST_BYTES = 4 << 20
 
 INCOMPLETE, RETIRED = ".incomplete-", ".replaced-"
 """What the names of working folders beside a target have after its own name."""
@@ -33,13 +38,37 @@ def leftovers(folder: str | Path) -> list[Path]:
     return sorted(path for path in folder.parent.iterdir() if path.name.startswith(names))
 
 
+@contextlib.contextmanager
+def naming(folder: str | Path) -> Iterator[None]:
+    """Turns what the file system or hostile JSON raises into an error that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be used: {error}.") from error
+    except RecursionError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: config.json or params/index.json is nested too deeply. "
+            "Convert again."
+        ) from error
+
+
 def check_target(folder: str | Path, force: bool) -> None:
     """Raises `CheckpointError` unless a checkpoint may be written at `folder`.
 
     An empty folder is free. With `force` a complete checkpoint may be replaced; any other
     content is never removed, so a mistyped target cannot cost files.
     """
-    folder = Path(folder)
+    with naming(folder):
+        _check_content(Path(folder), force)
+        parents = Path(folder).absolute().parents
+        nearest = next(path for path in parents if path.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(
+            f"{folder} cannot be made: {nearest} is not a folder. Choose another target."
+        )
+
+
+def _check_content(folder: Path, force: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / "params" / "index.json").is_file():
@@ -92,6 +121,17 @@ def read_index(folder: Path) -> dict[str, Any]:
 def tree_bytes(folder: Path) -> int:
     """Bytes of all files below a folder; 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def tree_digest(folder: Path) -> str:
+    """CRC-32 of all files below a folder, names included: a few seconds for 16 GB."""
+    digest = 0
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest = zlib.crc32(path.relative_to(folder).as_posix().encode(), digest)
+        with path.open("rb") as file:
+            while block := file.read(_DIGEST_BYTES):
+                digest = zlib.crc32(block, digest)
+    return f"{digest:08x}"
 
 
 def flush_to_disk(folder: Path, *, recurse: bool = True, files: bool = True) -> None:
