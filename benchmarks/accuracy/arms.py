@@ -111,6 +111,8 @@ def study_arms() -> list[Arm]:
     arms += ladder("HERALD, lone centre", **paper)
     recipes = {
         "log8": change(DEFAULT, queries="log8"),
+        "even4": change(DEFAULT, queries="even4"),
+        "even8": change(DEFAULT, queries="even8"),
         "all": change(DEFAULT, queries="all"),
         "centre": change(DEFAULT, queries="centre"),
         "heads apart": change(DEFAULT, heads="apart"),
