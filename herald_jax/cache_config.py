@@ -12,6 +12,7 @@ from herald_jax.retrieval.settings import HEADS, POOLINGS, SelectionConfig
 
 PLACEMENTS = ("device", "host")
 RETRIEVALS = ("single_pass", "layerwise")
+KEY_INDEXES = ("none", "int8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,9 @@ class CacheConfig:
         selection_pooling: Importance over positions by `max` or `mean`.
         dilation: Keys within this many tokens lift each other; 0 switches it off.
         dilation_weight: Share of its score that a key lends to its neighbours.
+        key_index: `int8` keeps the sparse layers' keys on the device in 8 bits, a quarter of a
+            row's bytes there, and chooses with them, so that the host only copies what was
+            chosen; `none` leaves the choice to the host. For `placement="host"` with lookahead.
         host_bytes: Most bytes of pinned host memory; `None` takes what the machine leaves.
     """
 
@@ -56,6 +60,7 @@ class CacheConfig:
     selection_pooling: str = "max"
     dilation: int = 8
     dilation_weight: float = 0.1
+    key_index: str = "none"
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +84,16 @@ class CacheConfig:
                 self.retrieval,
                 "single_pass with placement='host' or without lookahead",
                 "Take placement='device' and lookahead=True for the paper's retrieval pass.",
+            )
+        require_one_of("key_index", self.key_index, KEY_INDEXES)
+        if self.key_index != "none":
+            is_sound = self.placement == "host" and self.lookahead
+            require(
+                is_sound and self.retrieval == "single_pass",
+                "key_index",
+                self.key_index,
+                "none, unless keys are on the host and a single pass looks ahead",
+                "Take placement='host', lookahead=True and retrieval='single_pass' with it.",
             )
         check_query_set(self.selection_query, "selection_query")
         require_one_of("selection_heads", self.selection_heads, HEADS)

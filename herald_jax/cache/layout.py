@@ -13,6 +13,11 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     return config.kv_values_per_token * itemsize
 
 
+def index_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
+    """Bytes that one token of one layer has in an 8-bit key index: codes, and a scale a KV head."""
+    return model.num_kv_heads * (model.head_dim + itemsize)
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

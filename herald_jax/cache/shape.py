@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from herald_jax.cache.layout import index_bytes_per_token
 from herald_jax.configs import ModelConfig
 
 STAGING_SLOTS = 4
@@ -26,6 +27,7 @@ class SparseShape:
         recent_blocks: Finished blocks of a row's ring.
         row_tokens: Tokens of the longest text, in whole blocks, S.
         has_device_store: True if all finished blocks of the sparse layers stay on the device.
+        has_key_index: True if their keys stay there in 8 bits.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class SparseShape:
     recent_blocks: int
     row_tokens: int
     has_device_store: bool
+    has_key_index: bool = False
 
     def device_parts(self, model: ModelConfig, itemsize: int) -> dict[str, int]:
         """Device bytes, by what they hold: the arrays of `SparseCache.zeros` and arrivals.
@@ -43,12 +46,15 @@ class SparseShape:
         Entries that come from the host wait in arrays of their own until a pool has them.
         """
         token = 2 * model.num_kv_heads * model.head_dim * itemsize
-        rows = (model.num_layers - self.dense_layers) * self.rows * token
+        sparse_rows = (model.num_layers - self.dense_layers) * self.rows
+        rows = sparse_rows * token
+        indexed = sparse_rows * self.row_tokens if self.has_key_index else 0
         return {
             "dense layers": self.dense_layers * self.num_pages * self.page_tokens * token,
             "selected entries": rows * 2 * self.pool_tokens,
             "recent blocks": rows * self.recent_blocks * model.block_length,
             "finished blocks": rows * self.row_tokens if self.has_device_store else 0,
+            "key index": indexed * index_bytes_per_token(model, itemsize),
             "arriving entries": token * self.staged_tokens(model, itemsize),
         }
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.layout import check_index_range
 from herald_jax.cache.paged import PagedCache
 from herald_jax.cache.shape import SparseShape
@@ -55,26 +56,29 @@ class SparseCache(NamedTuple):
     """All of a sparse cache that is on the device; one entry a sparse layer in the tuples.
 
     `selected` has 2 R rows: those of parity 0, then those of parity 1. `store` is empty if the
-    finished blocks are on the host.
+    finished blocks are on the host. `index` has their keys in 8 bits, if they are scored here.
     """
 
     dense: PagedCache
     selected: tuple[LayerPool, ...]
     recent: tuple[LayerPool, ...]
     store: tuple[LayerPool, ...]
+    index: tuple[KeyIndex, ...] = ()
 
     @classmethod
     def zeros(cls, config: ModelConfig, shape: SparseShape, dtype: Any) -> Self:
         """An empty cache."""
+        layers = range(shape.dense_layers, config.num_layers)
 
         def pools(rows: int, tokens: int) -> tuple[LayerPool, ...]:
-            layers = range(shape.dense_layers, config.num_layers)
             return tuple(LayerPool.zeros(config, rows, tokens, dtype) for _ in layers)
 
+        indexed = layers if shape.has_key_index else ()
         pages = (shape.num_pages, shape.page_tokens)
         return cls(
             PagedCache.zeros(config, *pages, dtype, layers=shape.dense_layers),
             pools(2 * shape.rows, shape.pool_tokens),
             pools(shape.rows, shape.recent_blocks * config.block_length),
             pools(shape.rows, shape.row_tokens) if shape.has_device_store else (),
+            tuple(KeyIndex.zeros(config, shape.rows, shape.row_tokens, dtype) for _ in indexed),
         )

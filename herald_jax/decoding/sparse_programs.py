@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec, suppress
@@ -208,6 +209,7 @@ def place_prompt(
     pools: LayerPool,
     ring: LayerPool,
     store: LayerPool | None,
+    keys: KeyIndex | None,
     row: Int[Array, ""],
     blocks: Int[Array, ""],
     first_mask: Int[Array, ""],
@@ -217,7 +219,7 @@ def place_prompt(
     *,
     budget: BudgetTable,
     selector: Selector,
-) -> tuple[LayerPool, LayerPool, LayerPool | None]:
+) -> tuple[LayerPool, LayerPool, LayerPool | None, KeyIndex | None]:
     """One sparse layer's part of the cache after a prompt of `blocks` whole blocks.
 
     The pool of the first decoded block is selected with its own queries, which have seen the
@@ -231,7 +233,10 @@ def place_prompt(
         )
     if store is not None:
         store = LayerPool(store.k.at[row].set(k[0]), store.v.at[row].set(v[0]))
-    return pools, ring, store
+    if keys is not None:
+        new = KeyIndex.of(k)
+        keys = jax.tree.map(lambda old, x: old.at[row].set(x[0]), keys, new)
+    return pools, ring, store, keys
 
 
 def columns(
@@ -244,6 +249,31 @@ def columns(
         for q in queries
     ]
     return list(jnp.stack(layers, axis=1))
+
+
+def choose(
+    keys: Sequence[KeyIndex],
+    queries: Sequence[Float[Array, "A B H D"]],
+    slot: Int[Array, ""],
+    row: Int[Array, ""],
+    target: Int[Array, ""],
+    *,
+    budget: BudgetTable,
+    selector: Selector,
+) -> Int[Array, "L K C"]:
+    """Positions of the entries for a row's block `target`, from 8-bit keys on the device.
+
+    The queries are those of lookahead slot `slot`.
+    """
+    nothing_known = jnp.zeros((1,), jnp.int32)
+
+    def picked(q: jax.Array) -> jax.Array:
+        own = jax.lax.dynamic_slice_in_dim(q, slot, 1)
+        return selector.queries(own, nothing_known)
+
+    return selector.choose_indexed(
+        [picked(q) for q in queries], [index.row(row) for index in keys], budget.at(target[None])
+    )
 
 
 def install(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.paged import PagedCache
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.decoding.propose import ProposalSpec, suppress
@@ -116,7 +117,7 @@ class SparsePass:
         self._places, self._block, self._reads_store = places, block_length, reads_store
         self._k, self._v = list(cache.dense.k), list(cache.dense.v)
         self._selected, self._recent = cache.selected, list(cache.recent)
-        self._store = list(cache.store)
+        self._store, self._index = list(cache.store), list(cache.index)
         self._tables = jnp.take(tables, places.rows, axis=0, mode="clip")
         rows = tables.shape[0]
         live = places.is_live
@@ -168,6 +169,9 @@ class SparsePass:
         self._recent[at] = ring.write(self._written_rows, start % ring.k.shape[2], own)
         if self._store:
             self._store[at] = self._store[at].write(self._written_rows, start, own)
+        if self._index:
+            keys = KeyIndex.of(own.k)
+            self._index[at] = self._index[at].write(self._written_rows, start, keys)
         return out
 
     def _write_pages(self, layer: int, fresh: FreshKV) -> None:
@@ -188,7 +192,8 @@ class SparsePass:
     def cache(self) -> SparseCache:
         """The cache after the layers that have run."""
         dense = PagedCache(tuple(self._k), tuple(self._v))
-        return SparseCache(dense, self._selected, tuple(self._recent), tuple(self._store))
+        recent, store = tuple(self._recent), tuple(self._store)
+        return SparseCache(dense, self._selected, recent, store, tuple(self._index))
 
 
 def run_sparse_slots(

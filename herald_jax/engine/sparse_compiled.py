@@ -122,6 +122,16 @@ class SparsePrograms:
         key = ("columns", queries[0].shape[0])
         return self._compiled(key, columns, list(queries), donate=())(list(queries))
 
+    def choose(
+        self, cache: SparseCache, queries: Sequence[jax.Array], slot: int, row: int, target: int
+    ) -> jax.Array:
+        """Positions [Ls, K, C] for a row's block `target`, chosen with the key index."""
+        choose = functools.partial(sparse_programs.choose, **self._static)
+        numbers = (np.int32(slot), np.int32(row), np.int32(target))
+        args = (cache.index, list(queries), *numbers)
+        key = ("choose", queries[0].shape[0])
+        return self._compiled(key, choose, *args, donate=())(*args)
+
     def read_block(self, cache: SparseCache, row: int, index: int) -> LayerPool:
         """Keys and values [Ls, K, B, D] of a finished block that is in its row's ring."""
         slot = index % self.shape.recent_blocks
@@ -154,15 +164,16 @@ class SparsePrograms:
     ) -> SparseCache:
         """The cache with sparse layer `at` of a prompt in its row's pool, ring and store."""
         args = self._placing(cache, at, row, blocks, tail, q, k, v)
-        pools, ring, store = self._place(*args)(*args)
+        pools, ring, store, keys = self._place(*args)(*args)
 
-        def replaced(pools: tuple[LayerPool, ...], new: LayerPool | None) -> Any:
+        def replaced(pools: tuple[Any, ...], new: Any) -> Any:
             return pools if new is None else (*pools[:at], new, *pools[at + 1 :])
 
         return cache._replace(
             selected=replaced(cache.selected, pools),
             recent=replaced(cache.recent, ring),
             store=replaced(cache.store, store),
+            index=replaced(cache.index, keys),
         )
 
     def read_pages(
@@ -224,12 +235,13 @@ class SparsePrograms:
         self, cache: SparseCache, at: int, row: int, blocks: int, tail: int, q: Any, k: Any, v: Any
     ) -> tuple[Any, ...]:
         store = cache.store[at] if cache.store else None
+        keys = cache.index[at] if cache.index else None
         numbers = (np.int32(row), np.int32(blocks), np.int32(tail))
-        return (cache.selected[at], cache.recent[at], store, *numbers, q, k, v)
+        return (cache.selected[at], cache.recent[at], store, keys, *numbers, q, k, v)
 
     def _place(self, *args: Any) -> Any:
         place = functools.partial(sparse_programs.place_prompt, **self._static)
-        return self._compiled(("prompt", args[6] is None), place, *args, donate=(0, 1, 2))
+        return self._compiled(("prompt", args[7] is None), place, *args, donate=(0, 1, 2, 3))
 
     def warm_prompts(self, params: Params, cache: SparseCache, table: np.ndarray) -> None:
         """Compiles what a prompt needs, with and without its first block's queries."""

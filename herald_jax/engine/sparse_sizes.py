@@ -45,6 +45,7 @@ def sparse_shape(cache: CacheConfig, model: ModelConfig, rows: int, longest: int
         recent_blocks=cache.recent_blocks,
         row_tokens=row_tokens,
         has_device_store=cache.placement == "device",
+        has_key_index=cache.key_index != "none",
     )
 
 

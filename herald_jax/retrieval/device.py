@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from herald_jax.cache.budget import Budget
+from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.sparse import LayerPool
 from herald_jax.retrieval import select
 from herald_jax.retrieval.queries import query_positions
@@ -82,6 +84,26 @@ class Selector:
         score = select.importance(columns, k, budget.candidates, self.spec, group)
         index, _ = select.choose(score, budget.candidates, self.sinks, budget.wanted, self.capacity)
         return index
+
+    def choose_indexed(
+        self,
+        picked: Sequence[Float[Array, "1 n H D"]],
+        keys: Sequence[KeyIndex],
+        budget: BudgetTable,
+    ) -> Int[Array, "L K C"]:
+        """`choose` for one row of several layers at once, over 8-bit keys."""
+        kv_heads = keys[0].codes.shape[1]
+        scores = []
+        for queries, index in zip(picked, keys, strict=True):
+            group = select.column_group(self.spec, queries.shape[2], kv_heads)
+            logits = index.logits(select.columns(queries, kv_heads, self.spec.heads))
+            scores.append(select.importance_of_logits(logits, budget.candidates, self.spec, group))
+        # Together: the search for the best takes dozens of small kernels, whatever it is given.
+        score = jnp.concatenate(scores, axis=1)
+        chosen, _ = select.choose(
+            score, budget.candidates, self.sinks, budget.wanted, self.capacity
+        )
+        return chosen.reshape(len(keys), kv_heads, self.capacity)
 
     def refill(
         self,

@@ -100,7 +100,6 @@ def importance(
         spec: Pooling and dilation.
         group: Columns of one position, as `column_group` gives it.
     """
-    require(cols.shape[2] % group == 0, "group", group, f"a divisor of {cols.shape[2]} columns")
     logits = jnp.einsum(
         "mkcd,mksd->mkcs",
         cols.astype(k.dtype),
@@ -108,7 +107,19 @@ def importance(
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,  # fp32 keys would be rounded to 10 bits on a GPU
     )
-    is_candidate = jnp.arange(k.shape[2]) < candidates[:, None]
+    return importance_of_logits(logits, candidates, spec, group)
+
+
+def importance_of_logits(
+    logits: Float[Array, "M K c S"],
+    candidates: Int[Array, " M"],
+    spec: SelectionConfig,
+    group: int = 1,
+) -> Float[Array, "M K S"]:
+    """Scores of keys from the fp32 products of columns and keys; else as `importance`."""
+    columns = logits.shape[2]
+    require(columns % group == 0, "group", group, f"a divisor of {columns} columns")
+    is_candidate = jnp.arange(logits.shape[3]) < candidates[:, None]
     is_number = ~jnp.isnan(logits)
     # An overflow to +inf is a very good key, and must not turn its column into NaN.
     logits = jnp.minimum(logits, jnp.finfo(jnp.float32).max)
@@ -116,8 +127,8 @@ def importance(
     top = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     weights = jnp.exp(logits - top)
     share = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    slots, kv_heads, num_columns, size = share.shape
-    share = share.reshape(slots, kv_heads, num_columns // group, group, size).mean(3)
+    slots, kv_heads, _, size = share.shape
+    share = share.reshape(slots, kv_heads, columns // group, group, size).mean(3)
     score = share.max(2) if spec.pooling == "max" else share.mean(2)
     score = _dilated(score, spec)
     score = jnp.where(is_number.any(2), score, BROKEN_SCORE)
