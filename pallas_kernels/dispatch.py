@@ -11,14 +11,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import reference
-from pallas_kernels.reference import PagedSegment, Segment
+from pallas_kernels.reference import PagedSegment, Pooling, Segment
 
 Choice = Literal["auto", "reference", "kernel"]
 
@@ -29,6 +29,9 @@ MAX_GROUP = 8
 
 MAX_ROWS = 512
 """Queries of a block times heads of a KV head; the results of more would fill the memory."""
+
+MAX_POSITIONS = 128
+"""Queries of a block whose keys' importance a kernel finds: columns of its products."""
 
 COPY_ROWS = 64
 """Keys that a kernel fetches at a time; a page is a multiple of it, or it of a page."""
@@ -102,20 +105,43 @@ def _fits_queries(q: jax.Array, kv_heads: int) -> bool:
     return q.dtype == jnp.bfloat16 and q.shape[3] in HEAD_SIZES and group <= MAX_GROUP
 
 
+@overload
 def segment_attention(
     q: Float[Array, "M B H D"], segments: Sequence[Segment | PagedSegment]
-) -> Float[Array, "M B H D"]:
-    """Attention of one block a slot over the keys of several segments, under one softmax.
-
-    Segments may lie in different pools: pages of the full cache, selected rows, recent blocks,
-    the block itself, another slot's fresh keys. A slot that sees no key gives zeros.
-    """
+) -> Float[Array, "M B H D"]: ...
+@overload
+def segment_attention(
+    q: Float[Array, "M B H D"],
+    segments: Sequence[Segment | PagedSegment],
+    with_lse: Literal[True],
+) -> tuple[Float[Array, "M B H D"], Float[Array, "M B H"]]: ...
+def segment_attention(
+    q: Float[Array, "M B H D"],
+    segments: Sequence[Segment | PagedSegment],
+    with_lse: bool = False,
+) -> Any:
+    """`reference.segment_attention`, by a kernel where one runs."""
     kv_heads = segments[0].k.shape[1]
     rows = q.shape[1] * (q.shape[2] // kv_heads)
     fits = _fits_queries(q, kv_heads) and rows <= MAX_ROWS and all(map(_fits_segment, segments))
     if not (fits and _runs_kernels()):
-        return reference.segment_attention(q, segments)
-    return _segment_kernel()(q, tuple(segments), programs=_processors())
+        return reference.segment_attention(q, segments, with_lse)  # type: ignore[call-overload]
+    return _segment_kernel()(q, tuple(segments), programs=_processors(), with_lse=with_lse)
+
+
+def key_importance(
+    q: Float[Array, "M B H D"],
+    lse: Float[Array, "M B H"],
+    segment: Segment | PagedSegment,
+    pooling: Pooling,
+) -> Float[Array, "M K S"]:
+    """`reference.key_importance`, by a kernel where one runs."""
+    kv_heads = segment.k.shape[1]
+    rows = q.shape[1] * (q.shape[2] // kv_heads)
+    fits = _fits_queries(q, kv_heads) and rows <= MAX_ROWS and q.shape[1] <= MAX_POSITIONS
+    if not (fits and _fits_segment(segment) and _runs_kernels()):
+        return reference.key_importance(q, lse, segment, pooling)
+    return _importance_kernel()(q, lse, segment, pooling=pooling)
 
 
 @functools.cache
@@ -123,7 +149,14 @@ def _segment_kernel() -> Callable[..., jax.Array]:
     """The kernel as a function of its own, so that the layers of a program share one lowering."""
     from pallas_kernels.hopper.block_attention import segment_attention
 
-    return jax.jit(segment_attention, static_argnames="programs")
+    return jax.jit(segment_attention, static_argnames=("programs", "with_lse"))
+
+
+@functools.cache
+def _importance_kernel() -> Callable[..., jax.Array]:
+    from pallas_kernels.hopper.key_importance import key_importance
+
+    return jax.jit(key_importance, static_argnames="pooling")
 
 
 @functools.cache
@@ -140,10 +173,7 @@ def paged_attention(
     tables: Int[Array, "M W"],
     lengths: Int[Array, " M"],
 ) -> Float[Array, "M B H D"]:
-    """Attention of one block a slot over the first `lengths[m]` tokens of its page table.
-
-    The block's own keys and values are in its pages already.
-    """
+    """`reference.paged_attention`, by a kernel where one runs."""
     return segment_attention(q, [PagedSegment(k_pages, v_pages, tables, lengths)])
 
 
@@ -155,11 +185,7 @@ def block_attention(
     k_block: Float[Array, "R Q K D"],
     v_block: Float[Array, "R Q K D"],
 ) -> Float[Array, "R Q H D"]:
-    """Attention of one block of each row over that row's finished prefix and the block itself.
-
-    Every query sees the first `prefix_lengths[r]` cache slots of its row and all positions
-    of its own block, under one softmax.
-    """
+    """`reference.block_attention`, by a kernel where one runs."""
     rows, queries, heads, _ = q.shape
     kv_heads = k_prefix.shape[1]
     fits = _fits_queries(q, kv_heads) and queries * (heads // kv_heads) <= MAX_ROWS
@@ -181,12 +207,7 @@ def prefill_attention(
     v_chunk: Float[Array, "R Q K D"],
     block_length: int,
 ) -> Float[Array, "R Q H D"]:
-    """Block-causal attention of a chunk of whole blocks over the cache so far and itself.
-
-    All rows stand at the same position: the chunk starts at `prefix_length`, a multiple of
-    `block_length`, and sees every cache slot before it. Within the chunk a query sees its
-    own block and the blocks before it.
-    """
+    """`reference.prefill_attention`, by a kernel where one runs."""
     inputs = (q, k_prefix, v_prefix, prefix_length, k_chunk, v_chunk)
     is_aligned = k_prefix.shape[2] % ALIGNMENT == 0
     fits = is_aligned and _fits_queries(q, k_prefix.shape[1]) and _fits_pool(k_prefix, v_prefix)
@@ -199,9 +220,9 @@ def prefill_attention(
 def gather_rows(
     pool: Float[Array, "N K S D"], rows: Int[Array, " M"], index: Int[Array, "M K C"]
 ) -> Float[Array, "M K C D"]:
-    """Entries `index[m, k]` of head k of row `rows[m]`, for every slot m: a compact pool.
+    """`reference.gather_rows`, by a kernel where one runs.
 
-    On a GPU the pool may lie in pinned host memory; the result is on the device.
+    For a kernel the pool may lie in pinned host memory; the result is on the device.
     """
     if not (pool.shape[3] in HEAD_SIZES and _runs_kernels()):
         return reference.gather_rows(pool, rows, index)
@@ -217,11 +238,10 @@ def append_kv(
     rows: Int[Array, " M"],
     starts: Int[Array, " M"],
 ) -> Float[Array, "N K S D"]:
-    """The pool with `new[m]` at entries `starts[m]` and on of row `rows[m]`.
+    """`reference.append_kv`, by a kernel where one runs; a donated pool is written in place.
 
-    What would lie outside the pool is dropped: a row of -1 writes nothing. A pool that is donated
-    is written in place; on a GPU that may be one in pinned host memory, if `out_shardings` says
-    that the result stays there.
+    For a kernel that may be one in pinned host memory, if `out_shardings` says that the result
+    stays there.
     """
     if not (pool.shape[3] in HEAD_SIZES and _runs_kernels()):
         return reference.append_kv(pool, new, rows, starts)

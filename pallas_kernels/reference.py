@@ -10,7 +10,7 @@ storage dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,19 @@ PREFIX_TILE = 1024
 """Cache slots that `prefill_attention` scores at a time."""
 
 
+Pooling = Literal["max", "mean"]
+
+
+def _by_head(x: Float[Array, "R Q H D"], num_kv_heads: int) -> Float[Array, "R K G Q D"]:
+    """Splits query heads by the KV head they read."""
+    rows, queries, heads, dim = x.shape
+    grouped = x.reshape(rows, queries, num_kv_heads, heads // num_kv_heads, dim)
+    return grouped.transpose(0, 2, 3, 1, 4)
+
+
 def _group(q: Float[Array, "R Q H D"], num_kv_heads: int) -> Float[Array, "R K G Q D"]:
-    """Splits query heads by the KV head they read and scales by D^-0.5."""
-    rows, queries, heads, dim = q.shape
-    grouped = q.reshape(rows, queries, num_kv_heads, heads // num_kv_heads, dim)
-    return grouped.transpose(0, 2, 3, 1, 4) * jnp.asarray(dim**-0.5, q.dtype)
+    """The same of queries, scaled by D^-0.5."""
+    return _by_head(q, num_kv_heads) * jnp.asarray(q.shape[3] ** -0.5, q.dtype)
 
 
 def _ungroup(out: Float[Array, "R K G Q D"], dtype: jnp.dtype) -> Float[Array, "R Q H D"]:
@@ -141,26 +149,25 @@ class PagedSegment(NamedTuple):
     lengths: Int[Array, " M"]
 
 
-def _visit_tiles(carry: tuple, lengths: Int[Array, " M"], tile: int, visit: Callable) -> tuple:
-    """Adds tiles of keys up to the longest slot to a running softmax.
+def _reader(segment: Segment | PagedSegment) -> tuple[int, int, Callable]:
+    """Keys of a tile, keys of all tiles, and what gives a pool's tile and its first key's number.
 
-    `visit` gives a tile's scores, values and the first key's number among the segment's; keys
-    before `index * tile` were seen in an earlier tile. A tile that a slot does not reach leaves
-    its result bit for bit as it was, so a slot's result does not depend on its neighbours.
+    A tile is [M, K, tile, D].
     """
+    if isinstance(segment, PagedSegment):
+        return _paged_reader(segment)
+    capacity = segment.k.shape[2]
+    tile = min(PREFIX_TILE, capacity)
 
-    def body(index: jax.Array, carry: tuple) -> tuple:
-        scores, v, start = visit(index)
-        position = start + jnp.arange(tile)
-        is_visible = (position >= index * tile) & (position < lengths[:, None])
-        scores = jnp.where(is_visible[:, None, None, None, :], scores, -jnp.inf)
-        # Weight 0 is not enough: what another request left behind may be inf or NaN.
-        return _online_update(carry, scores, jnp.where(is_visible[:, None, :, None], v, 0))
+    def read(pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The last tile is moved back to stay inside the pool and repeats some keys.
+        start = jnp.minimum(index * tile, capacity - tile)
+        return lax.dynamic_slice_in_dim(pool, start, tile, axis=2)[segment.rows], start
 
-    return lax.fori_loop(0, (lengths.max() + tile - 1) // tile, body, carry)
+    return tile, capacity, read
 
 
-def _visit_paged(carry: tuple, queries: Float[Array, "M K G B D"], segment: PagedSegment) -> tuple:
+def _paged_reader(segment: PagedSegment) -> tuple[int, int, Callable]:
     slots, width = segment.tables.shape
     _, kv_heads, page_tokens, dim = segment.k.shape
     pages = min(max(PREFIX_TILE // page_tokens, 1), width)
@@ -168,52 +175,106 @@ def _visit_paged(carry: tuple, queries: Float[Array, "M K G B D"], segment: Page
     # Whole tiles only: the table is filled up with its last page, whose tokens are then masked.
     tables = jnp.pad(segment.tables, ((0, 0), (0, -width % pages)), mode="edge")
 
-    def visit(index: jax.Array) -> tuple:
+    def read(pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids = lax.dynamic_slice(tables, (0, index * pages), (slots, pages))
+        picked = pool[ids].transpose(0, 2, 1, 3, 4)
+        return picked.reshape(slots, kv_heads, tile, dim), index * tile
 
-        def gather(pool: jax.Array) -> jax.Array:
-            picked = pool[ids].transpose(0, 2, 1, 3, 4)
-            return picked.reshape(slots, kv_heads, tile, dim)
-
-        return _scores(queries, gather(segment.k)), gather(segment.v), index * tile
-
-    return _visit_tiles(carry, segment.lengths, tile, visit)
+    return tile, tables.shape[1] * page_tokens, read
 
 
-def _visit_rows(carry: tuple, queries: Float[Array, "M K G B D"], segment: Segment) -> tuple:
-    capacity = segment.k.shape[2]
-    tile = min(PREFIX_TILE, capacity)
+def _visit_tiles(
+    carry: tuple, queries: Float[Array, "M K G B D"], segment: Segment | PagedSegment
+) -> tuple:
+    """Adds the keys of a segment, tile by tile up to the longest slot, to a running softmax.
 
-    def visit(index: jax.Array) -> tuple:
-        # The last tile is moved back to stay inside the pool; what it repeats is masked.
-        start = jnp.minimum(index * tile, capacity - tile)
+    A tile that a slot does not reach leaves its result bit for bit as it was, so a slot's result
+    does not depend on its neighbours.
+    """
+    tile, _, read = _reader(segment)
 
-        def gather(pool: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(pool, start, tile, axis=2)[segment.rows]
+    def body(index: jax.Array, carry: tuple) -> tuple:
+        (k, start), (v, _) = read(segment.k, index), read(segment.v, index)
+        position = start + jnp.arange(tile)
+        # Keys before `index * tile` were seen in an earlier tile.
+        is_visible = (position >= index * tile) & (position < segment.lengths[:, None])
+        scores = jnp.where(is_visible[:, None, None, None, :], _scores(queries, k), -jnp.inf)
+        # Weight 0 is not enough: what another request left behind may be inf or NaN.
+        return _online_update(carry, scores, jnp.where(is_visible[:, None, :, None], v, 0))
 
-        return _scores(queries, gather(segment.k)), gather(segment.v), start
-
-    return _visit_tiles(carry, segment.lengths, tile, visit)
+    return lax.fori_loop(0, (segment.lengths.max() + tile - 1) // tile, body, carry)
 
 
+@overload
 def segment_attention(
     q: Float[Array, "M B H D"], segments: Sequence[Segment | PagedSegment]
-) -> Float[Array, "M B H D"]:
+) -> Float[Array, "M B H D"]: ...
+@overload
+def segment_attention(
+    q: Float[Array, "M B H D"],
+    segments: Sequence[Segment | PagedSegment],
+    with_lse: Literal[True],
+) -> tuple[Float[Array, "M B H D"], Float[Array, "M B H"]]: ...
+def segment_attention(
+    q: Float[Array, "M B H D"],
+    segments: Sequence[Segment | PagedSegment],
+    with_lse: bool = False,
+) -> Any:
     """Attention of one block a slot over the keys of several segments, under one softmax.
 
     Segments may lie in different pools: pages of the full cache, selected rows, recent blocks,
     the block itself, another slot's fresh keys. A slot that sees no key gives zeros.
+
+    With `with_lse`, the second result is the natural log-sum-exp of each query's scores in fp32,
+    -inf where a slot sees no key.
     """
     queries = _group(q, segments[0].k.shape[1])
     stats = queries.shape[:-1]
     carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros(queries.shape))
     for segment in segments:
-        if isinstance(segment, PagedSegment):
-            carry = _visit_paged(carry, queries, segment)
-        else:
-            carry = _visit_rows(carry, queries, segment)
-    _, total, out = carry
-    return _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)
+        carry = _visit_tiles(carry, queries, segment)
+    top, total, out = carry
+    out = _ungroup(out / jnp.maximum(total, 1e-30)[..., None], q.dtype)
+    if not with_lse:
+        return out
+    return out, _ungroup((top + jnp.log(total))[..., None], jnp.dtype(jnp.float32))[..., 0]
+
+
+def key_importance(
+    q: Float[Array, "M B H D"],
+    lse: Float[Array, "M B H"],
+    segment: Segment | PagedSegment,
+    pooling: Pooling,
+) -> Float[Array, "M K S"]:
+    """How much attention each key of a segment gets from a block, by KV head, in fp32.
+
+    A key's share of the softmax whose log-sum-exp is `lse` is averaged over the query heads that
+    read its KV head; the largest or the mean of the block's positions counts. Keys past a slot's
+    length get 0. The matrix of all scores is never held: only a tile of keys at a time.
+
+    Args:
+        q: Queries of the blocks, as in `segment_attention`.
+        lse: What `segment_attention` gave for the same queries, over this segment at least.
+        segment: The keys.
+        pooling: `max` or `mean`.
+    """
+    queries = _group(q, segment.k.shape[1])
+    heights = _by_head(lse[..., None], segment.k.shape[1])
+    tile, size, read = _reader(segment)
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        k, start = read(segment.k, index)
+        is_visible = start + jnp.arange(tile) < segment.lengths[:, None]
+        share = jnp.exp(_scores(queries, k) - heights).mean(2)
+        share = share.max(2) if pooling == "max" else share.mean(2)
+        share = jnp.where(is_visible[:, None], share, 0.0)
+        return lax.dynamic_update_slice(out, share, (0, 0, start))
+
+    out = jnp.zeros((*queries.shape[:2], size), jnp.float32)
+    out = lax.fori_loop(0, (segment.lengths.max() + tile - 1) // tile, body, out)
+    if isinstance(segment, PagedSegment):
+        return out[..., : segment.tables.shape[1] * segment.k.shape[2]]
+    return out
 
 
 def paged_attention(

@@ -39,12 +39,25 @@ class Schedule(NamedTuple):
     pieces: Int[Array, " U"]
 
 
+def _whole_bounds(
+    per_unit: Int[Array, " U"], starts: Int[Array, " U"], total: Int[Array, ""], programs: int
+) -> Int[Array, " P_plus_1"]:
+    """Bounds at which the same number of units begins for every program but the last ones."""
+    is_real = per_unit > 0
+    rank = jnp.cumsum(is_real, dtype=jnp.int32) - 1
+    each = (rank[-1] + programs) // programs
+    wanted = jnp.arange(programs + 1, dtype=jnp.int32) * each
+    is_first = is_real & (rank == wanted[:, None])
+    return jnp.where(is_first, starts, total).min(1)
+
+
 def make_schedule(
-    lengths: Int[Array, "I M"], tile: int, units_per_slot: int, programs: int
+    lengths: Int[Array, "I M"], tile: int, units_per_slot: int, programs: int, slack: int = -1
 ) -> Schedule:
     """The schedule of slots that see `lengths` tokens of each segment.
 
-    Every segment starts a new tile. The units of a slot follow one another.
+    Every segment starts a new tile. The units of a slot follow one another. Units stay whole
+    where no program then has more than `slack` tiles beyond its equal share.
     """
     ends = jnp.cumsum((lengths + tile - 1) // tile, axis=0, dtype=jnp.int32)
     per_unit = jnp.repeat(ends[-1], units_per_slot)
@@ -56,6 +69,10 @@ def make_schedule(
     index = jnp.minimum(jnp.arange(programs + 1, dtype=jnp.int32), sharing)
     # Quotient and remainder apart: tiles times programs could pass 2^31.
     bounds = total // sharing * index + total % sharing * index // sharing
+    if slack >= 0:
+        whole = _whole_bounds(per_unit, starts, total, programs)
+        longest, share = jnp.diff(whole).max(), jnp.diff(bounds).max()
+        bounds = jnp.where(longest <= share + slack, whole, bounds)
 
     def last_not_after(marks: jax.Array, tiles: jax.Array) -> jax.Array:
         """The number of the last mark at or before each tile."""

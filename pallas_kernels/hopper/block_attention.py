@@ -25,13 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import tiles as mosaic
-from pallas_kernels.hopper.merge import merge_pieces
-from pallas_kernels.hopper.tiles import COPY_ALIGNMENT, LOG2_E, SHARED_BYTES, WARPGROUP_ROWS
+from pallas_kernels.hopper.merge import merge_in_place, merge_pieces
+from pallas_kernels.hopper.query_rows import QueryRows, Rectangle
+from pallas_kernels.hopper.sources import Source, copy_rows
+from pallas_kernels.hopper.tiles import LOG2_E, SHARED_BYTES, WARPGROUP_ROWS
 from pallas_kernels.reference import PagedSegment, Segment
 from pallas_kernels.schedule import Schedule, make_schedule
-
-COPY_ROWS = 64
-"""Keys that one command of the copy engine fetches; fewer where pages are smaller."""
 
 OUT_COLUMNS = 64
 """Columns of a result that pass through shared memory at a time on their way out."""
@@ -50,6 +49,11 @@ class Tiles(NamedTuple):
     """Whether two warpgroups alternate at the matrix unit."""
     programs: int
     """Programs that share the work: one for every multiprocessor."""
+    is_direct: bool = False
+    """Whether queries are read and results written where they lie, without transposes, and a
+    unit that is one piece is written at once."""
+    slack: int = -1
+    """Tiles beyond its equal share that a program may get so that units stay whole; -1 for none."""
 
 
 def tiles_for(rows: int, dim: int, programs: int) -> Tiles:
@@ -62,60 +66,6 @@ def tiles_for(rows: int, dim: int, programs: int) -> Tiles:
     fixed = warpgroups * WARPGROUP_ROWS * (2 * dim + 4 * OUT_COLUMNS)
     stages = (SHARED_BYTES - fixed) // (4 * keys * dim)
     return Tiles(warpgroups, keys, min(stages, 6), warpgroups == 2, programs)
-
-
-class _Source(NamedTuple):
-    """Where a segment's keys lie in its pool, seen as a matrix of rows."""
-
-    k: Any
-    v: Any
-    table: Any
-    """Row of the pool of each slot [M], or its page table, row after row [M * W]."""
-    row_tokens: int
-    """Tokens of a row of the pool, or of a page."""
-    width: int
-    """Pages of a slot's table; 0 without pages."""
-
-
-def _source(segment: Segment | PagedSegment, tile: int) -> _Source:
-    """A segment's operands; a pool smaller than a tile is filled up with zeros."""
-    rows, kv_heads, tokens, dim = segment.k.shape
-    missing = -tokens % COPY_ALIGNMENT
-    size = rows * kv_heads * (tokens + missing)
-
-    def flat(pool: jax.Array) -> jax.Array:
-        if missing:
-            pool = jnp.pad(pool, ((0, 0), (0, 0), (0, missing), (0, 0)))
-        matrix = pool.reshape(size, dim)
-        return jnp.pad(matrix, ((0, tile - size), (0, 0))) if size < tile else matrix
-
-    k, v, tokens = flat(segment.k), flat(segment.v), tokens + missing
-    if isinstance(segment, PagedSegment):
-        # Entries past a slot's pages may hold anything; what they point to is masked.
-        table = jnp.clip(segment.tables, 0, rows - 1).reshape(-1)
-        return _Source(k, v, table.astype(jnp.int32), tokens, segment.tables.shape[1])
-    return _Source(k, v, segment.rows.astype(jnp.int32), tokens, 0)
-
-
-def _copy_rows(sources: Sequence[_Source]) -> int:
-    """The keys of one copy: no copy may cross from one page into another."""
-    return min([COPY_ROWS, *(source.row_tokens for source in sources if source.width)])
-
-
-def _locator(
-    source: _Source, table: Any, slot: Any, head: Any, kv_heads: int
-) -> Callable[[Any], jax.Array]:
-    """What gives the row of the pool's matrix that holds a token of the slot."""
-    if not source.width:
-        first = (table[slot] * kv_heads + head) * source.row_tokens
-        return lambda token: first + token
-
-    def in_page(token: Any) -> jax.Array:
-        number = jnp.minimum(token // source.row_tokens, source.width - 1)
-        page = table[slot * source.width + number]
-        return (page * kv_heads + head) * source.row_tokens + token % source.row_tokens
-
-    return in_page
 
 
 def _for_each_unit(
@@ -142,31 +92,42 @@ def _for_each_unit(
 
 def _kernel(
     *refs: Any,
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     tiles: Tiles,
     units_per_slot: int,
     kv_heads: int,
+    in_place: QueryRows | None,
+    writes_whole: bool,
     interpreted: bool,
 ) -> None:
     """The kernel's body: producer and consumers over the units of one program."""
     count = len(sources)
     q_ref, lengths_ref, sched, tables = refs[0], refs[1], Schedule(*refs[2:9]), refs[9 : 9 + count]
     pools = [(refs[9 + count + 2 * i], refs[10 + count + 2 * i]) for i in range(count)]
-    out_ref, lse_ref, *scratch = refs[9 + 3 * count :]
-    q_s, out_s, lse_s, q_full, ring, tail, turn = scratch
-    dim = q_ref.shape[-1]
-    copies = tiles.keys // _copy_rows(sources)
+    out_ref, lse_ref, *rest = refs[9 + 3 * count :]
+    whole_ref = rest.pop(0) if writes_whole else None
+    q_s, out_s, lse_s, q_full, ring, tail, turn = rest
+    dim = q_s.shape[-1]
+    copies = tiles.keys // copy_rows(sources)
     group = lax.axis_index("group")
     row_tiles = units_per_slot // kv_heads
     turns = mosaic.Turns(turn if tiles.takes_turns else None)
     done = None if tiles.takes_turns else tail
 
+    def head_of(unit: Any) -> Any:
+        return lax.rem(lax.div(unit, jnp.int32(row_tiles)), jnp.int32(kv_heads))
+
+    def rectangles(unit: Any, slot: Any) -> list[Rectangle]:
+        assert in_place is not None
+        first_row = lax.rem(unit, jnp.int32(row_tiles)) * tiles.warpgroups + group
+        return in_place.rectangles(slot, head_of(unit), first_row * WARPGROUP_ROWS)
+
     def produce(unit: Any, slot: Any, low: Any, high: Any, first_step: Any) -> None:
-        head = lax.rem(lax.div(unit, jnp.int32(row_tiles)), jnp.int32(kv_heads))
+        head = head_of(unit)
         begin = jnp.int32(0)
         for i, (source, (k_ref, v_ref)) in enumerate(zip(sources, pools, strict=True)):
             end = sched.ends[i, slot]
-            row_of = _locator(source, tables[i], slot, head, kv_heads)
+            row_of = source.locator(tables[i], slot, head, kv_heads)
 
             def body(
                 t: Any,
@@ -194,7 +155,13 @@ def _kernel(
 
     def consume(unit: Any, slot: Any, low: Any, high: Any, first_step: Any) -> None:
         q_rows = pl.ds(group * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(q_ref.at[unit, q_rows], q_s.at[group], q_full.at[group])
+        if in_place is None:
+            plgpu.copy_gmem_to_smem(q_ref.at[unit, q_rows], q_s.at[group], q_full.at[group])
+        else:
+            # The buffer may still hold the results of the unit before.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            places = rectangles(unit, slot)
+            in_place.fetch(q_ref, q_s.at[group], q_full.at[group], places)
         # Read before the loop: the compiler does not move loads across barriers.
         limits = [(sched.ends[i, slot], lengths_ref[i, slot]) for i in range(count)]
         plgpu.barrier_wait(q_full.at[group])
@@ -222,19 +189,34 @@ def _kernel(
 
         start = mosaic.start_softmax(dim, interpreted)
         total, top, norm = lax.fori_loop(low, high, body, start)
-        piece = lax.axis_index("program") + unit
         mean = total * mosaic.across(1.0 / norm, total.shape)
-        # The buffers may still hold the piece before.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        lse_s[group] = top + jnp.log(norm) * LOG2_E
-        for column in range(0, dim, OUT_COLUMNS):
-            columns = pl.ds(column, OUT_COLUMNS)
-            if column:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_s[group] = lax.slice(mean, (0, column), (WARPGROUP_ROWS, column + OUT_COLUMNS))
+
+        def write_piece() -> None:
+            piece = lax.axis_index("program") + unit
+            # The buffers may still hold the piece before.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            lse_s[group] = top + jnp.log(norm) * LOG2_E
+            for column in range(0, dim, OUT_COLUMNS):
+                columns = pl.ds(column, OUT_COLUMNS)
+                if column:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_s[group] = lax.slice(mean, (0, column), (WARPGROUP_ROWS, column + OUT_COLUMNS))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_s.at[group], out_ref.at[piece, q_rows, columns])
+            plgpu.copy_smem_to_gmem(lse_s.at[group], lse_ref.at[piece, q_rows])
+
+        if in_place is None or whole_ref is None:
+            write_piece()
+            return
+        is_whole = (low == 0) & (high == sched.ends[count - 1, slot])
+        pl.when(~is_whole)(write_piece)
+
+        @pl.when(is_whole)
+        def _() -> None:
+            assert in_place is not None
+            q_s[group] = mean.astype(q_s.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s.at[group], out_ref.at[piece, q_rows, columns])
-        plgpu.copy_smem_to_gmem(lse_s.at[group], lse_ref.at[piece, q_rows])
+            in_place.store(q_s.at[group], whole_ref, rectangles(unit, slot), (0, dim))
 
     @pl.when(group < tiles.warpgroups)
     def _() -> None:
@@ -255,36 +237,58 @@ def _kernel(
         ring.drain(sched.bounds[program + 1] - sched.bounds[program])
 
 
+class Pieces(NamedTuple):
+    """What `attend_in_pieces` leaves of the units; entries of no piece are undefined."""
+
+    mean: Float[Array, "pieces rows D"]
+    lse: Float[Array, "pieces rows"]
+    """log2 of the sum of 2^score."""
+    whole: Float[Array, "MB HD"] | None
+    """Results of the units that are one piece, where they belong."""
+
+
 def attend_in_pieces(
-    q: Float[Array, "U rows D"],
+    q: jax.Array,
     segments: Sequence[Segment | PagedSegment],
     sched: Schedule,
     tiles: Tiles,
+    in_place: QueryRows | None = None,
+    writes_whole: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, "pieces rows D"], Float[Array, "pieces rows"]]:
-    """Weighted mean and log2-sum-exp of every piece in `sched`; other entries are undefined."""
-    units, rows, dim = q.shape
+) -> Pieces:
+    """Weighted mean and log2-sum-exp of every piece in `sched`.
+
+    Queries are [units, rows, D], or the matrix [M * B, H * D] of `in_place`.
+    """
+    units, dim, height = sched.starts.shape[0], q.shape[-1], tiles.warpgroups * WARPGROUP_ROWS
     slots = segments[0].lengths.shape[0]
     kv_heads = segments[0].k.shape[1]
-    sources = [_source(segment, tiles.keys) for segment in segments]
+    if in_place is not None:
+        dim = in_place.dim
+    sources = [Source.of(segment, tiles.keys) for segment in segments]
     lengths = jnp.stack([segment.lengths.astype(jnp.int32) for segment in segments])
-    copies = tiles.keys // _copy_rows(sources)
+    copies = tiles.keys // copy_rows(sources)
     groups = tiles.warpgroups
     body = functools.partial(
         _kernel,
-        sources=[source._replace(k=None, v=None, table=None) for source in sources],
+        sources=[source.without_arrays() for source in sources],
         tiles=tiles,
         units_per_slot=units // slots,
         kv_heads=kv_heads,
+        in_place=in_place,
+        writes_whole=writes_whole,
         interpreted=interpret is not None,
     )
     pieces = tiles.programs + units
+    types = [
+        jax.ShapeDtypeStruct((pieces, height, dim), jnp.float32),
+        jax.ShapeDtypeStruct((pieces, height), jnp.float32),
+    ]
+    if writes_whole:
+        types.append(jax.ShapeDtypeStruct(q.shape, q.dtype))
     kernel = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((pieces, rows, dim), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, rows), jnp.float32),
-        ),
+        out_type=types,
         grid=(tiles.programs,),
         grid_names=("program",),
         num_threads=groups + 1,
@@ -293,7 +297,9 @@ def attend_in_pieces(
             mosaic.swizzled((groups, WARPGROUP_ROWS, dim), q.dtype),
             mosaic.swizzled((groups, WARPGROUP_ROWS, OUT_COLUMNS), jnp.float32),
             plgpu.SMEM((groups, WARPGROUP_ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=groups),
+            plgpu.Barrier(
+                num_arrivals=1 if in_place is None else in_place.pieces, num_barriers=groups
+            ),
             mosaic.ring_scratch(tiles.stages, tiles.keys, dim, q.dtype, groups, copies),
             plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups),
@@ -303,7 +309,8 @@ def attend_in_pieces(
     )
     tables = [source.table for source in sources]
     pools = [pool for source in sources for pool in (source.k, source.v)]
-    return kernel(q, lengths, *sched, *tables, *pools)
+    mean, lse, *whole = kernel(q, lengths, *sched, *tables, *pools)
+    return Pieces(mean, lse, whole[0] if whole else None)
 
 
 def segment_attention(
@@ -311,8 +318,9 @@ def segment_attention(
     segments: Sequence[Segment | PagedSegment],
     tiles: Tiles | None = None,
     programs: int = 132,
+    with_lse: bool = False,
     interpret: Any = None,
-) -> Float[Array, "M B H D"]:
+) -> Any:
     """`reference.segment_attention` on a GPU: `programs` is its number of multiprocessors."""
     slots, queries, heads, dim = q.shape
     kv_heads = segments[0].k.shape[1]
@@ -320,15 +328,44 @@ def segment_attention(
     tiles = tiles or tiles_for(queries * group, dim, programs)
     height = tiles.warpgroups * WARPGROUP_ROWS
     row_tiles = -(-queries * group // height)
+    lengths = jnp.stack([segment.lengths.astype(jnp.int32) for segment in segments])
+    sched = make_schedule(lengths, tiles.keys, kv_heads * row_tiles, tiles.programs, tiles.slack)
+    in_place = QueryRows(queries, group, kv_heads, dim)
+    if tiles.is_direct and in_place.is_possible:
+        rows = q.reshape(slots * queries, heads * dim)
+        # The log-sum-exp of all units comes from the merge.
+        parts = attend_in_pieces(rows, segments, sched, tiles, in_place, not with_lse, interpret)
+        matrix = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        out, lse = merge_in_place(
+            parts.mean,
+            parts.lse,
+            sched.first_piece,
+            sched.pieces,
+            in_place,
+            matrix,
+            parts.whole,
+            interpret,
+        )
+        out = out.reshape(q.shape)
+        if lse is not None:
+            lse = lse.reshape(slots, kv_heads, row_tiles * height)[:, :, : queries * group]
+            lse = lse.reshape(slots, heads, queries).transpose(0, 2, 1)
+        return (out, lse) if with_lse else out
     # Rows run over tokens, then over the heads of the KV head, which lie side by side.
     rows = q.reshape(slots, queries, kv_heads, group * dim).transpose(0, 2, 1, 3)
     rows = rows.reshape(slots * kv_heads, queries * group, dim)
     rows = jnp.pad(rows, ((0, 0), (0, row_tiles * height - queries * group), (0, 0)))
     rows = rows.reshape(slots * kv_heads * row_tiles, height, dim)
-    lengths = jnp.stack([segment.lengths.astype(jnp.int32) for segment in segments])
-    sched = make_schedule(lengths, tiles.keys, kv_heads * row_tiles, tiles.programs)
-    parts, lse = attend_in_pieces(rows, segments, sched, tiles, interpret)
-    out = merge_pieces(parts, lse, sched.first_piece, sched.pieces, q.dtype, interpret)
-    out = out.reshape(slots, kv_heads, row_tiles * height, dim)[:, :, : queries * group]
-    out = out.reshape(slots, kv_heads, queries, group * dim).transpose(0, 2, 1, 3)
-    return out.reshape(q.shape)
+    parts = attend_in_pieces(rows, segments, sched, tiles, interpret=interpret)
+    out, lse = merge_pieces(
+        parts.mean, parts.lse, sched.first_piece, sched.pieces, q.dtype, with_lse, interpret
+    )
+
+    def by_head(x: jax.Array, width: int) -> jax.Array:
+        """Values of query rows, `width` each, as [M, B, H, width]."""
+        x = x.reshape(slots, kv_heads, row_tiles * height, width)[:, :, : queries * group]
+        x = x.reshape(slots, kv_heads, queries, group * width).transpose(0, 2, 1, 3)
+        return x.reshape(slots, queries, heads, width)
+
+    out = by_head(out, dim)
+    return out if lse is None else (out, by_head(lse, 1)[..., 0])

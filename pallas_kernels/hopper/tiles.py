@@ -57,6 +57,11 @@ def per_row(x: jax.Array, interpreted: bool) -> jax.Array:
     return x if interpreted else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1))
 
 
+def per_column(x: jax.Array, interpreted: bool) -> jax.Array:
+    """A value per column of a product, held where the matrix unit leaves that column."""
+    return x if interpreted else plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(0))
+
+
 def per_product(x: jax.Array, interpreted: bool) -> jax.Array:
     """A tile held as the matrix unit leaves it."""
     return x if interpreted else plgpu.layout_cast(x, plgpu.Layout.WGMMA)

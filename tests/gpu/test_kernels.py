@@ -35,10 +35,15 @@ def draw(seed: int, *shape: int) -> jax.Array:
 
 def plainly(function: Any, *inputs: Any, **settings: Any) -> np.ndarray:
     """The plain form's result in fp32, from the CPU."""
+    return plainly_all(function, *inputs, **settings)
+
+
+def plainly_all(function: Any, *inputs: Any, **settings: Any) -> Any:
+    """All results of a plain form in fp32, from the CPU."""
     cpu = jax.devices("cpu")[0]
     inputs = jax.device_put(inputs, cpu)
     inputs = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == BF16 else x, inputs)
-    return np.asarray(jax.jit(functools.partial(function, **settings))(*inputs))
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(function, **settings))(*inputs))
 
 
 def spoil(k: jax.Array, v: jax.Array, is_hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,10 +104,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_segment_attention(name: str) -> None:
-    from pallas_kernels.hopper.block_attention import segment_attention
-
+def case(name: str) -> tuple[jax.Array, list[Any], list[Any]]:
+    """Queries, spoiled segments and clean ones."""
     block, kv_heads, group, dim, row_lengths, page_lengths, page = CASES[name]
     pairs = []
     for number, lengths in enumerate(row_lengths):
@@ -113,11 +116,50 @@ def test_segment_attention(name: str) -> None:
     slots = len(row_lengths[0])
     q = draw(99, slots, block, kv_heads * group, dim)
     spoiled, clean = ([pair[i] for pair in pairs] for i in (0, 1))
-    got = jax.jit(segment_attention)(q, spoiled)
+    return q, spoiled, clean
+
+
+CUTS = {"through-transposes": {}, "in-place": {"is_direct": True}, "whole": {"slack": 8}}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_segment_attention(name: str, cut: str) -> None:
+    from pallas_kernels.hopper.block_attention import segment_attention, tiles_for
+
+    q, spoiled, clean = case(name)
+    rows = q.shape[1] * (q.shape[2] // clean[0].k.shape[1])
+    changes = CUTS[cut] | ({"is_direct": True} if cut == "whole" else {})
+    tiles = tiles_for(rows, q.shape[3], 132)._replace(**changes)
+    kernel = jax.jit(functools.partial(segment_attention, tiles=tiles))
+    got = kernel(q, spoiled)
     assert_close(got, plainly(reference.segment_attention, q, clean))
     for _ in range(5):  # a race would show as a result that changes
-        again = jax.jit(segment_attention)(q, spoiled)
+        again = kernel(q, spoiled)
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.parametrize("name", ["sdar", "nothing", "group-6", "head-64", "wide", "odd-block"])
+def test_log_sum_exp_and_importance(name: str) -> None:
+    """The log-sum-exp in both layouts; what each key of each segment gets of the attention."""
+    from pallas_kernels.hopper.block_attention import segment_attention, tiles_for
+    from pallas_kernels.hopper.key_importance import key_importance
+
+    q, spoiled, clean = case(name)
+    want, heights = plainly_all(reference.segment_attention, q, clean, with_lse=True)
+    rows = q.shape[1] * (q.shape[2] // clean[0].k.shape[1])
+    tiles = tiles_for(rows, q.shape[3], 132)
+    for cut in (tiles, tiles._replace(is_direct=True)):
+        kernel = jax.jit(functools.partial(segment_attention, tiles=cut, with_lse=True))
+        out, lse = kernel(q, spoiled)
+        assert_close(out, want)
+        np.testing.assert_allclose(lse, heights, atol=2e-3)
+    lse = jnp.asarray(heights)
+    for seen, whole in zip(spoiled, clean, strict=True):
+        for pooling in ("max", "mean"):
+            got = jax.jit(key_importance, static_argnames="pooling")(q, lse, seen, pooling=pooling)
+            shares = plainly_all(reference.key_importance, q, lse, whole, pooling=pooling)
+            np.testing.assert_allclose(got, shares, rtol=2e-2, atol=1e-6)
 
 
 PREFILLS = {

@@ -6,7 +6,8 @@ shows here. It fills what a copy reads past the end of a pool with NaN.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import PagedSegment, Segment, reference
-from pallas_kernels.hopper import block_attention, prefill_attention, tiles
+from pallas_kernels.hopper import block_attention, key_importance, prefill_attention, tiles
 from pallas_kernels.hopper.block_attention import Tiles
 
 BF16 = jnp.bfloat16
@@ -62,6 +63,44 @@ def test_segment_attention(cut: Tiles) -> None:
 
 
 @pytest.mark.slow
+def test_attention_in_place() -> None:
+    """Queries and results where they lie: a unit in two pieces, one that is whole, one of pages."""
+    k, v = draw(1, 2, 1, 88, 64), draw(2, 2, 1, 88, 64)
+    k, v = k.at[1, :, 70:].set(jnp.nan), v.at[1, :, 70:].set(jnp.inf)
+    own = Segment(draw(3, 2, 1, 16, 64), draw(4, 2, 1, 16, 64), ints(0, 1), ints(16, 0))
+    segments = [Segment(k, v, ints(1, 0), ints(70, 3)), own]
+    q = draw(7, 2, 16, 6, 64)
+    cut = Tiles(2, 64, 2, True, 3, is_direct=True)
+    kernel = functools.partial(block_attention.segment_attention, interpret=tiles.interpreter())
+    got = jax.jit(functools.partial(kernel, tiles=cut))(q, segments)
+    want, lse = reference.segment_attention(q, segments, with_lse=True)
+    assert difference(got, want) < 0.01
+    whole = Tiles(1, 64, 2, False, 2, is_direct=True, slack=2)
+    got, got_lse = jax.jit(functools.partial(kernel, tiles=whole, with_lse=True))(q, segments)
+    assert difference(got, want) < 0.01
+    np.testing.assert_allclose(got_lse, lse, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_key_importance(pooling: Literal["max", "mean"]) -> None:
+    """Two parts of heads, a spoiled row, a slot that sees one key; and pages."""
+    k = draw(1, 2, 1, 88, 64)
+    k = k.at[1, :, 70:].set(jnp.nan).at[0, :, 1:].set(jnp.nan)
+    row = Segment(k, k, ints(1, 0), ints(70, 1))
+    page = draw(5, 3, 1, 16, 64)
+    pages = PagedSegment(page, page, jnp.stack([ints(2, 9), ints(0, 0)]), ints(23, 0))
+    q = draw(7, 2, 12, 3 if pooling == "max" else 9, 64)
+    lse = jnp.asarray(np.random.default_rng(8).uniform(5, 7, q.shape[:3]), jnp.float32)
+    for segment in (row, pages):
+        want = reference.key_importance(q, lse, segment, pooling)
+        got = jax.jit(key_importance.key_importance, static_argnums=(3, 4))(
+            q, lse, segment, pooling, tiles.interpreter()
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
 def test_prefill_attention() -> None:
     k, v = draw(1, 1, 1, 88, 64), draw(2, 1, 1, 88, 64)
     k, v = k.at[:, :, 72:].set(jnp.nan), v.at[:, :, 72:].set(jnp.inf)
@@ -73,8 +112,8 @@ def test_prefill_attention() -> None:
     assert difference(got, reference.prefill_attention(*clean, 8)) < 0.01
 
 
-def lower(function: Any, *operands: Any) -> None:
-    jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+def lower(function: Any, *operands: Any, **named: Any) -> None:
+    jax.jit(function).trace(*operands, **named).lower(lowering_platforms=("cuda",))
 
 
 def shape(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -94,7 +133,22 @@ def test_segment_attention_lowers(dim: int, group: int, block: int) -> None:
         Segment(own, own, index, index),
         PagedSegment(page, page, shape(3, 5, dtype=jnp.int32), index),
     ]
-    lower(block_attention.segment_attention, shape(3, block, 2 * group, dim), segments)
+    q = shape(3, block, 2 * group, dim)
+    lower(block_attention.segment_attention, q, segments)
+    if block % 8 == 0 and group in (4, 6):
+        cut = block_attention.tiles_for(block * group, dim, 132)._replace(is_direct=True, slack=4)
+        lower(functools.partial(block_attention.segment_attention, tiles=cut), q, segments)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group, block", [(1, 4), (6, 32), (8, 64)])
+def test_importance_lowers(dim: int, group: int, block: int) -> None:
+    index, row, page = shape(3, dtype=jnp.int32), shape(4, 2, 648, dim), shape(9, 2, 32, dim)
+    rows = Segment(row, row, index, index)
+    pages = PagedSegment(page, page, shape(3, 5, dtype=jnp.int32), index)
+    q, lse = shape(3, block, 2 * group, dim), shape(3, block, 2 * group, dtype=jnp.float32)
+    lower(functools.partial(key_importance.key_importance, pooling="max"), q, lse, segment=pages)
+    lower(functools.partial(block_attention.segment_attention, with_lse=True), q, [rows, pages])
 
 
 @pytest.mark.parametrize("dim", [64, 128])

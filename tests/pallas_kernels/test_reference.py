@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_attention, prefill_attention, reference
+from pallas_kernels import PagedSegment, Segment, block_attention, prefill_attention, reference
 
 
 def attend_plainly(
@@ -216,3 +216,54 @@ def test_paged_attention(tile: int, group: int, monkeypatch: pytest.MonkeyPatch)
         *map(jnp.asarray, (q[3:], *spoiled, tables[3:], lengths[3:]))
     )
     np.testing.assert_array_equal(alone[0], out[3])
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_log_sum_exp_and_importance(
+    pooling: Literal["max", "mean"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two segments: the height of each query's softmax, and each key's share of it."""
+    monkeypatch.setattr(reference, "PREFIX_TILE", 4)
+    slots, block, kv_heads, group, dim, page = 3, 5, 2, 3, 6, 3
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((slots, block, kv_heads * group, dim)).astype(np.float32)
+    row_k = rng.standard_normal((4, kv_heads, 11, dim)).astype(np.float32)
+    page_k = rng.standard_normal((7, kv_heads, page, dim)).astype(np.float32)
+    rows, tables = np.array([2, 0, 3]), np.array([[5, 1], [0, 2], [6, 3]])
+    lengths = {"rows": np.array([11, 0, 7]), "pages": np.array([4, 0, 0])}
+    by_page = page_k[tables].transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, 2 * page, dim)
+    keys = {"rows": row_k[rows], "pages": by_page}
+    is_seen = {
+        name: np.arange(keys[name].shape[2]) < size[:, None] for name, size in lengths.items()
+    }
+    # Garbage in a row's tail, even what is not a number, must not leak.
+    spoiled = row_k.copy()
+    for slot, row in enumerate(rows):
+        spoiled[row, :, lengths["rows"][slot] :] = np.nan
+    segments = {
+        "rows": Segment(*map(jnp.asarray, (spoiled, row_k, rows, lengths["rows"]))),
+        "pages": PagedSegment(*map(jnp.asarray, (page_k, page_k, tables, lengths["pages"]))),
+    }
+    out, lse = reference.segment_attention(jnp.asarray(q), list(segments.values()), with_lse=True)
+    without = reference.segment_attention(jnp.asarray(q), list(segments.values()))
+    np.testing.assert_array_equal(out, without)
+    grouped = q.astype(np.float64).reshape(slots, block, kv_heads, group, dim)
+    scores = {
+        name: np.where(
+            is_seen[name][:, None, None, None],
+            np.einsum("mbkgd,mksd->mbkgs", grouped, k) / math.sqrt(dim),
+            -np.inf,
+        )
+        for name, k in keys.items()
+    }
+    with np.errstate(divide="ignore"):
+        height = np.log(np.exp(np.concatenate(list(scores.values()), -1)).sum(-1))
+    np.testing.assert_allclose(lse, height.reshape(slots, block, -1), atol=1e-5)
+    for name, segment in segments.items():
+        share = np.zeros(scores[name].shape)
+        seen = [0, 2]
+        share[seen] = np.exp(scores[name][seen] - height[seen][..., None])
+        share = share.mean(3)
+        want = share.max(1) if pooling == "max" else share.mean(1)
+        got = reference.key_importance(jnp.asarray(q), lse, segment, pooling)
+        np.testing.assert_allclose(got, want, atol=1e-6)
