@@ -56,10 +56,6 @@ class KeyIndex(NamedTuple):
             self.scale.at[rows[:, None], :, slots].set(scale, mode="drop"),
         )
 
-    def row(self, row: Int[Array, ""]) -> KeyIndex:
-        """The index of one row, [1, K, S, D]."""
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), self)
-
     def logits(self, cols: Float[Array, "N K c D"]) -> Float[Array, "N K c S"]:
         """Products of columns and keys in fp32."""
         products = jnp.einsum(

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding.propose import ProposalSpec, suppress
+from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates, run_sparse_slots
-from herald_jax.decoding.steps import DecodingOptions, unmask
+from herald_jax.decoding.steps import DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Params, bind
 from herald_jax.retrieval import select
 from herald_jax.retrieval.device import BudgetTable, Selector
@@ -110,12 +110,10 @@ def refill(
     """The cache with the pools of blocks `targets` filled from the store on the device."""
     count = cache.store[0].k.shape[0]
     pool_rows = jnp.where(rows < count, targets % 2 * count + rows, 2 * count)
-    numbers = budget.at(targets)
-    selected = []
-    for pools, store, q in zip(cache.selected, cache.store, queries, strict=True):
-        prefix = LayerPool(*(jnp.take(x, rows, axis=0, mode="clip") for x in store))
-        selected.append(selector.refill(pools, pool_rows, q, first_mask, prefix, numbers))
-    return cache._replace(selected=tuple(selected))
+    selected = selector.refill(
+        cache.selected, pool_rows, queries, first_mask, cache.store, rows, budget.at(targets)
+    )
+    return cache._replace(selected=selected)
 
 
 def place_pages(
@@ -162,10 +160,12 @@ def select_pool(
 ) -> LayerPool:
     """One layer's pools with that of a row's block `target` filled from its text."""
     pool_row = target % 2 * (pools.k.shape[0] // 2) + row
+    text, alone = LayerPool(k, v), jnp.zeros((1,), jnp.int32)
     numbers = budget.at(target[None])
-    return selector.refill(
-        pools, pool_row[None], q[None], first_mask[None], LayerPool(k, v), numbers
+    filled = selector.refill(
+        [pools], pool_row[None], [q[None]], first_mask[None], [text], alone, numbers
     )
+    return filled[0]
 
 
 def first_step(
@@ -182,11 +182,10 @@ def first_step(
     """The states after step 0 of some rows, from the hidden states after the last layer."""
     decoder = bind(model, params)
     states = states.begin(starts)
-    block, draft, is_stopped = states.take(rows)
-    logits = decoder.logits(decoder.norm(hidden))
-    after = unmask(model, logits, block, options, spec)
-    draft = jnp.argmax(suppress(logits, model), axis=-1).astype(draft.dtype)
-    return states.put(rows, SparseStates(after, draft, is_stopped))
+    block, _, is_stopped = states.take(rows)
+    proposal = offer_from(decoder, decoder.norm(hidden), block, options, spec)
+    after = commit(model, proposal, block, options)
+    return states.put(rows, SparseStates(after, proposal.likeliest, is_stopped))
 
 
 def place_recent(
@@ -266,14 +265,15 @@ def choose(
     The queries are those of lookahead slot `slot`.
     """
     nothing_known = jnp.zeros((1,), jnp.int32)
+    numbers = budget.at(target[None])
 
-    def picked(q: jax.Array) -> jax.Array:
+    def scores(q: jax.Array, index: KeyIndex) -> jax.Array:
         own = jax.lax.dynamic_slice_in_dim(q, slot, 1)
-        return selector.queries(own, nothing_known)
+        picked = selector.queries(own, nothing_known)
+        return selector.scores(picked, index, row[None], numbers)
 
-    return selector.choose_indexed(
-        [picked(q) for q in queries], [index.row(row) for index in keys], budget.at(target[None])
-    )
+    chosen = selector.choose(list(map(scores, queries, keys)), numbers)
+    return jnp.concatenate(chosen)
 
 
 def install(

@@ -18,6 +18,9 @@ from herald_jax.retrieval import select
 from herald_jax.retrieval.queries import query_positions
 from herald_jax.retrieval.settings import SelectionConfig
 
+SEARCHED_SCORES = 1 << 26
+"""Most scores that are searched at once: 256 MB, and twice as much on the way."""
+
 
 class BudgetTable(NamedTuple):
     """A budget's numbers by the index of the block that is selected for."""
@@ -74,59 +77,84 @@ class Selector:
         places = first_mask[:, None] + places * free // self.block_length
         return jnp.take_along_axis(q, places[:, :, None, None], axis=1)
 
-    def choose(
-        self, picked: Float[Array, "M n H D"], k: Float[Array, "M K S D"], budget: BudgetTable
-    ) -> Int[Array, "M K C"]:
-        """Positions of the entries, ascending; 0 past each slot's number of them."""
-        kv_heads = k.shape[1]
-        group = select.column_group(self.spec, picked.shape[2], kv_heads)
-        columns = select.columns(picked, kv_heads, self.spec.heads)
-        score = select.importance(columns, k, budget.candidates, self.spec, group)
-        index, _ = select.choose(score, budget.candidates, self.sinks, budget.wanted, self.capacity)
-        return index
-
-    def choose_indexed(
+    def scores(
         self,
-        picked: Sequence[Float[Array, "1 n H D"]],
-        keys: Sequence[KeyIndex],
+        picked: Float[Array, "M n H D"],
+        keys: Float[Array, "R K S D"] | KeyIndex,
+        rows: Int[Array, " M"],
         budget: BudgetTable,
-    ) -> Int[Array, "L K C"]:
-        """`choose` for one row of several layers at once, over 8-bit keys."""
-        kv_heads = keys[0].codes.shape[1]
-        scores = []
-        for queries, index in zip(picked, keys, strict=True):
-            group = select.column_group(self.spec, queries.shape[2], kv_heads)
-            logits = index.logits(select.columns(queries, kv_heads, self.spec.heads))
-            scores.append(select.importance_of_logits(logits, budget.candidates, self.spec, group))
-        # Together: the search for the best takes dozens of small kernels, whatever it is given.
-        score = jnp.concatenate(scores, axis=1)
-        chosen, _ = select.choose(
-            score, budget.candidates, self.sinks, budget.wanted, self.capacity
-        )
-        return chosen.reshape(len(keys), kv_heads, self.capacity)
+    ) -> Float[Array, "M K S"]:
+        """Scores of the keys of each slot's row; a number past the last row gives anything."""
+        total, kv_heads = jax.tree.leaves(keys)[0].shape[:2]
+        spec, heads = self.spec, picked.shape[2]
+        group = select.column_group(spec, heads, kv_heads)
+        columns, candidates = select.columns(picked, kv_heads, spec.heads), budget.candidates
+        is_everyone = total == rows.shape[0]
+        if is_everyone:  # the slots are sorted, which is cheaper than a copy of their keys
+            columns = jnp.zeros_like(columns).at[rows].set(columns, mode="drop")
+            candidates = jnp.zeros_like(candidates).at[rows].set(candidates, mode="drop")
+        else:
+            keys = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), keys)
+        if isinstance(keys, KeyIndex):
+            logits = keys.logits(columns)
+        else:
+            logits = select.logits(columns, keys)
+        score = select.importance_of_logits(logits, candidates, spec, group)
+        return jnp.take(score, rows, axis=0, mode="clip") if is_everyone else score
+
+    def choose(
+        self, scores: Sequence[Float[Array, "M K S"]], budget: BudgetTable
+    ) -> list[Int[Array, "M K C"]]:
+        """By layer the positions of the entries, ascending; 0 past each slot's number of them.
+
+        Layers are searched together, because the search takes dozens of small kernels whatever
+        it is given, as far as their scores are a modest array.
+        """
+        kv_heads, found = scores[0].shape[1], []
+        together = max(SEARCHED_SCORES // scores[0].size, 1)
+        for first in range(0, len(scores), together):
+            score = jnp.concatenate(scores[first : first + together], axis=1)
+            index, _ = select.choose(
+                score, budget.candidates, self.sinks, budget.wanted, self.capacity
+            )
+            found += jnp.split(index, index.shape[1] // kv_heads, axis=1)
+        return found
 
     def refill(
         self,
-        pools: LayerPool,
+        pools: Sequence[LayerPool],
         pool_rows: Int[Array, " M"],
-        q: Float[Array, "M B H D"],
+        queries: Sequence[Float[Array, "M B H D"]],
         first_mask: Int[Array, " M"],
-        prefix: LayerPool,
+        texts: Sequence[LayerPool],
+        rows: Int[Array, " M"],
         budget: BudgetTable,
-    ) -> LayerPool:
-        """The pools of a layer with some rows filled anew.
+    ) -> tuple[LayerPool, ...]:
+        """The pools of some layers with some rows filled anew.
 
         Args:
-            pools: Pools of all rows.
+            pools: Pools of all rows, by layer.
             pool_rows: Which of them to fill; numbers past the last are dropped.
-            q: Rotated queries of the blocks that will read them.
+            queries: Rotated queries of the blocks that will read them, by layer.
             first_mask: Where each block's masks begin.
-            prefix: Keys and values of each slot's text.
+            texts: Keys and values of the texts, by layer.
+            rows: Row of each slot's text.
             budget: Numbers of each slot.
         """
-        index = self.choose(self.queries(q, first_mask), prefix.k, budget)
+        scores = [
+            self.scores(self.queries(q, first_mask), text.k, rows, budget)
+            for q, text in zip(queries, texts, strict=True)
+        ]
 
-        def put(pool: jax.Array, values: jax.Array) -> jax.Array:
-            return pool.at[pool_rows].set(select.gather_rows(values, index), mode="drop")
+        def filled(pool: LayerPool, text: LayerPool, index: jax.Array) -> LayerPool:
+            last = jnp.minimum(rows, text.k.shape[0] - 1)[:, None, None]
+            at = (last, jnp.arange(text.k.shape[1])[:, None], index)
+            return LayerPool(
+                *(
+                    old.at[pool_rows].set(values[at], mode="drop")
+                    for old, values in zip(pool, text, strict=True)
+                )
+            )
 
-        return LayerPool(put(pools.k, prefix.k), put(pools.v, prefix.v))
+        chosen = self.choose(scores, budget)
+        return tuple(map(filled, pools, texts, chosen))

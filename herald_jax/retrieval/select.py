@@ -100,14 +100,18 @@ def importance(
         spec: Pooling and dilation.
         group: Columns of one position, as `column_group` gives it.
     """
-    logits = jnp.einsum(
+    return importance_of_logits(logits(cols, k), candidates, spec, group)
+
+
+def logits(cols: Float[Array, "M K c D"], k: Float[Array, "M K S D"]) -> Float[Array, "M K c S"]:
+    """Products of columns and keys in fp32; the columns are rounded to the dtype of `k`."""
+    return jnp.einsum(
         "mkcd,mksd->mkcs",
         cols.astype(k.dtype),
         k,
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,  # fp32 keys would be rounded to 10 bits on a GPU
     )
-    return importance_of_logits(logits, candidates, spec, group)
 
 
 def importance_of_logits(

@@ -62,8 +62,6 @@ def test_write_places_rows_and_drops_those_past_the_last(tiny_config):
     assert np.array_equal(index.codes[2, :, 16:24], new.codes[0])
     assert np.array_equal(index.scale[2, :, 16:24], new.scale[0])
     assert not np.asarray(index.codes[:2]).any() and not np.asarray(index.codes[2, :, 24:]).any()
-    row = index.row(jnp.int32(2))
-    assert np.array_equal(row.codes[0], index.codes[2]) and row.scale.shape == (1, 2, TOKENS)
 
 
 @pytest.mark.parametrize("heads", ["mean", "apart"])
@@ -77,16 +75,37 @@ def test_choice_is_nearly_the_exact_one(heads):
     rng = np.random.default_rng(12)
     q = [jnp.asarray(rng.normal(size=(1, BLOCK, 6, DIM)), jnp.float32) for _ in layers]
     picked = [selector.queries(one, jnp.zeros(1, jnp.int32)) for one in q]
-    row = [KeyIndex.of(k).row(jnp.int32(1)) for k in layers]
-    found = np.asarray(jax.jit(selector.choose_indexed)(picked, row, numbers))
-    exact = [selector.choose(one, k[1:2], numbers) for one, k in zip(picked, layers, strict=True)]
+    row = jnp.array([1])
+
+    @jax.jit
+    def choose(keys):
+        scores = [
+            selector.scores(one, k, row, numbers) for one, k in zip(picked, keys, strict=True)
+        ]
+        return jnp.concatenate(selector.choose(scores, numbers))
+
+    found = np.asarray(choose([KeyIndex.of(k) for k in layers]))
+    exact = np.asarray(choose(layers))
     assert found.shape == (LAYERS, KV_HEADS, 16)
     common = 0
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            mine, theirs = found[layer, head, :15], np.asarray(exact[layer])[0, head, :15]
+            mine, theirs = found[layer, head, :15], exact[layer, head, :15]
             assert (np.diff(mine) > 0).all() and mine[:3].tolist() == [0, 1, 2]
             assert mine[-1] < budget.candidates(11)
             common += len(np.intersect1d(mine, theirs))
     assert common >= 0.93 * LAYERS * KV_HEADS * 15
     assert not np.array_equal(found[0], found[1])
+
+
+def test_slots_of_all_rows_and_of_some_rows_score_alike():
+    """Whichever way a slot's row is found, and whatever padding says."""
+    selector = Selector(SelectionConfig(queries="even4", dilation=1), BLOCK, 2, 16)
+    q = jnp.asarray(np.random.default_rng(20).normal(size=(ROWS, BLOCK, 6, DIM)), jnp.float32)
+    table = BudgetTable.of(Budget(10, 2, 1, BLOCK), 13)
+    for stored in (keys(21), KeyIndex.of(keys(21))):
+        rows, targets = jnp.array([2, 0, ROWS]), jnp.array([9, 12, 4])
+        full = selector.scores(q, stored, rows, table.at(targets))
+        some = selector.scores(q[:2], stored, rows[:2], table.at(targets[:2]))
+        np.testing.assert_allclose(full[:2], some, rtol=1e-5)
+        assert not np.allclose(full[0], full[1])
