@@ -14,7 +14,7 @@ from herald_jax._checks import require, require_float, require_one_of
 from herald_jax.retrieval import SelectionConfig
 
 SOURCES = ("none", "own", "exact", "single_pass", "lone")
-SCORES = ("attention", "pages", "random", "recent")
+SCORES = ("attention", "int8", "pages", "random", "recent")
 EXACT_BLOCKS = ("none", "first", "every")
 
 
@@ -31,8 +31,8 @@ class Arm:
             sees the text and itself only, with full attention (HERALD's retrieval token).
         prefix: What stands for the block before in a lookahead: its `draft` after step 0, or
             its `final` tokens, which no overlapped engine can have.
-        scores: `attention` of the queries; `pages`: Quest's bound of a page of keys; `random`;
-            `recent`: the newest keys.
+        scores: `attention` of the queries; `int8`, the same over keys of 8 bits; `pages`:
+            Quest's bound of a page of keys; `random`; `recent`: the newest keys.
         selection: Which of the queries, and what becomes of their scores.
         budget: Share of the prefix.
         first_block: Positions that choose for the first decoded block, which holds the
@@ -126,6 +126,7 @@ def study_arms() -> list[Arm]:
         "no exact step": {"exact_first_step": "none"},
         "sparse from step 1": {"exact_first_step": "every"},
         "exact commit": {"is_commit_exact": True},
+        "8-bit keys": {"scores": "int8"},
         "exact lookahead": {"source": "exact"},
         "exact lookahead on final": {"source": "exact", "prefix": "final"},
         "own step 0": own,

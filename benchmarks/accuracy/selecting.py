@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from herald_jax.cache.key_index import KeyIndex
 from herald_jax.retrieval import (
     SelectionConfig,
     choose,
@@ -20,6 +21,7 @@ from herald_jax.retrieval import (
     gather_rows,
     importance,
 )
+from herald_jax.retrieval.select import importance_of_logits
 
 PAGE_TOKENS = 16
 """Tokens of a page in Quest (arXiv 2406.10774)."""
@@ -58,6 +60,17 @@ def page_importance(
     score = importance(both, jnp.concatenate([high, low], axis=-1), count, spec, group)
     score = jnp.repeat(score, PAGE_TOKENS, axis=-1)[..., :size]
     return jnp.where(is_candidate[..., 0], score, -jnp.inf)
+
+
+def indexed_importance(
+    cols: Float[Array, "R K c D"],
+    k: Float[Array, "R K S D"],
+    candidates: Int[Array, " R"],
+    spec: SelectionConfig,
+    group: int = 1,
+) -> Float[Array, "R K S"]:
+    """Scores of keys of 8 bits, as `CacheConfig(key_index="int8")` has them."""
+    return importance_of_logits(KeyIndex.of(k).logits(cols), candidates, spec, group)
 
 
 @functools.partial(
@@ -106,7 +119,11 @@ def select(
         picked = jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
         cols = columns(picked, kv_heads, spec.heads)
         group = column_group(spec, q.shape[2], kv_heads)
-        score_keys = importance if scores == "attention" else page_importance
+        score_keys = {
+            "attention": importance,
+            "int8": indexed_importance,
+            "pages": page_importance,
+        }[scores]
         score = score_keys(cols, k, candidates, spec, group)
     index, counts = choose(score, candidates, sinks, wanted, capacity)
     return gather_rows(k, index), gather_rows(v, index), index, counts
