@@ -48,12 +48,16 @@ class ProposalSpec(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What each position would become if it were committed now."""
+    """What each position would become if it were committed now.
+
+    `likeliest` is the token of the largest logit, whatever was drawn.
+    """
 
     tokens: Int[Array, "R B"]
     confidence: Float[Array, "R B"]
     entropy: Float[Array, "R B"]
     logprob: Float[Array, "R B"]
+    likeliest: Int[Array, "R B"]
 
 
 class _Distribution(NamedTuple):
@@ -127,7 +131,7 @@ def propose(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not spec.is_sampled:
         log_p = raw.log_probability(greedy)
-        return Proposal(greedy, jnp.exp(log_p), raw.entropy(), log_p)
+        return Proposal(greedy, jnp.exp(log_p), raw.entropy(), log_p, greedy)
 
     is_greedy = options.temperature == 0
     divisor = jnp.where(is_greedy, 1.0, options.temperature)
@@ -157,7 +161,7 @@ def propose(
         [CONFIDENCE_SOURCES.index(name) for name in spec.sources],
         options.confidence,
     )
-    return Proposal(tokens, confidence, entropy, log_p)
+    return Proposal(tokens, confidence, entropy, log_p, greedy)
 
 
 def _select(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from herald_jax.cache.dense import DenseCache
 from herald_jax.decoding.propose import ProposalSpec, suppress
-from herald_jax.decoding.steps import BlockState, DecodingOptions, unmask
+from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Decoder
 
 
@@ -78,7 +78,8 @@ def decode_shifted_block(
     def denoise(state: BlockState) -> BlockState:
         inputs = state.inputs(decoder.config.mask_token_id)
         hidden, _ = decoder(inputs, state.positions, cache.block_attend(state.starts))
-        return unmask(decoder.config, decoder.logits(shift_right(hidden)), state, options, spec)
+        proposal = offer_from(decoder, shift_right(hidden), state, options, spec)
+        return commit(decoder.config, proposal, state, options)
 
     state = lax.while_loop(lambda state: state.is_masked.any(), denoise, state)
     return commit_shifted_block(decoder, cache, state, is_active)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from herald_jax.cache.paged import PagedCache, PagedPass
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.steps import BlockState, DecodingOptions, unmask
+from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Decoder
 
 
@@ -135,8 +135,9 @@ def run_slots(
     positions = (index * block_length)[:, None] + jnp.arange(block_length)
     hidden, _ = decoder(tokens, positions, slots.attend)
 
-    logits = decoder.logits(hidden[: decode.rows.shape[0]])
-    after = unmask(config, logits, block._replace(is_masked=is_masked), options, spec)
+    running = block._replace(is_masked=is_masked)
+    proposal = offer_from(decoder, hidden[: decode.rows.shape[0]], running, options, spec)
+    after = commit(config, proposal, running, options)
     after = after._replace(
         is_masked=jnp.where(is_running[:, None], after.is_masked, block.is_masked)
     )

@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.paged import PagedCache
 from herald_jax.cache.sparse import LayerPool, SparseCache
-from herald_jax.decoding.propose import ProposalSpec, suppress
+from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
-from herald_jax.decoding.steps import BlockState, DecodingOptions, unmask
+from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
 from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Decoder
 from pallas_kernels import PagedSegment, Segment, segment_attention
@@ -263,12 +263,12 @@ def run_sparse_slots(
     )
     hidden, _ = decoder(tokens, first[:, None] + jnp.arange(block_length), sparse.attend)
 
-    logits = decoder.logits(hidden[:count])
-    after = unmask(config, logits, block._replace(is_masked=is_masked), options, spec)
+    running = block._replace(is_masked=is_masked)
+    proposal = offer_from(decoder, hidden[:count], running, options, spec)
+    after = commit(config, proposal, running, options)
     after = after._replace(is_masked=_choose(is_running, after.is_masked, block.is_masked))
     is_first = is_running & (block.steps == 0) & ~is_committing
-    guess = jnp.argmax(suppress(logits, config), axis=-1).astype(draft.dtype)
-    draft = _choose(is_first, guess, draft)
+    draft = _choose(is_first, proposal.likeliest, draft)
     is_stop = (after.tokens[..., None] == decode.stop_ids[:, None, :]).any(-1)
     is_stopped = is_stopped | (is_committing & (is_stop & (after.unmask_steps >= 0)).any(-1))
     all_masked = jnp.ones_like(after.is_masked)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.head import propose_blocks
 from herald_jax.decoding.propose import (
     Proposal,
     ProposalSpec,
@@ -99,7 +100,21 @@ def denoise_step(
     """The blocks after one forward pass; rows without masked positions do not change."""
     inputs = state.inputs(decoder.config.mask_token_id)
     hidden, _ = decoder(inputs, state.positions, cache.block_attend(state.starts))
-    return unmask(decoder.config, decoder.logits(hidden), state, options, spec)
+    proposal = offer_from(decoder, hidden, state, options, spec)
+    return commit(decoder.config, proposal, state, options)
+
+
+def offer_from(
+    decoder: Decoder,
+    hidden: Float[Array, "R B E"],
+    state: BlockState,
+    options: DecodingOptions,
+    spec: ProposalSpec,
+) -> Proposal:
+    """What each position would become by one pass's outputs; the mask id is not offered."""
+    numbers = (options.seeds, state.index, state.steps)
+    head = (decoder.logits, decoder.config)
+    return propose_blocks(*head, hidden, options.rows, spec, *numbers)
 
 
 def unmask(
