@@ -7,19 +7,22 @@ every backend; `dispatch` takes a kernel in its place where one runs.
 from pallas_kernels.dispatch import (
     append_kv,
     block_attention,
+    fused_qkv_rope_append,
     gather_rows,
     key_importance,
     paged_attention,
     prefill_attention,
     segment_attention,
 )
-from pallas_kernels.reference import PagedSegment, Segment
+from pallas_kernels.reference import HeadNorms, PagedSegment, Segment
 
 __all__ = [
+    "HeadNorms",
     "PagedSegment",
     "Segment",
     "append_kv",
     "block_attention",
+    "fused_qkv_rope_append",
     "gather_rows",
     "key_importance",
     "paged_attention",

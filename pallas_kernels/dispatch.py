@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import reference
-from pallas_kernels.reference import PagedSegment, Pooling, Segment
+from pallas_kernels.reference import HeadNorms, PagedSegment, Pooling, Segment
 
 Choice = Literal["auto", "reference", "kernel"]
 
@@ -248,6 +248,31 @@ def append_kv(
     from pallas_kernels import triton_rows as kernels
 
     return kernels.append_kv(pool, new, rows, starts)
+
+
+def fused_qkv_rope_append(
+    q: Float[Array, "M B H D"],
+    k: Float[Array, "M B K D"],
+    v: Float[Array, "M B K D"],
+    norms: HeadNorms,
+    cos: Float[Array, "M B half"],
+    sin: Float[Array, "M B half"],
+    k_pool: Float[Array, "N K S D"],
+    v_pool: Float[Array, "N K S D"],
+    rows: Int[Array, " M"],
+    starts: Int[Array, " M"],
+) -> tuple[Float[Array, "M B H D"], Float[Array, "N K S D"], Float[Array, "N K S D"]]:
+    """`reference.fused_qkv_rope_append`, by a kernel where one runs; donated pools stay in place.
+
+    No model calls it: docs/performance.md compares it with what the compiler makes of the parts.
+    """
+    inputs = (q, k, v, norms, cos, sin, k_pool, v_pool, rows, starts)
+    rotates_whole = 2 * cos.shape[-1] == q.shape[3]
+    if not (q.shape[3] in HEAD_SIZES and rotates_whole and _runs_kernels()):
+        return reference.fused_qkv_rope_append(*inputs)
+    from pallas_kernels import triton_rows as kernels
+
+    return kernels.fused_qkv_rope_append(*inputs)
 
 
 def _is_on_host(x: jax.Array) -> bool:

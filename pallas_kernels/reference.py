@@ -314,3 +314,49 @@ def append_kv(
     place = starts[:, None] + jnp.arange(new.shape[2])
     place = jnp.where(place < 0, pool.shape[2], place)
     return pool.at[rows, :, place].set(new.transpose(0, 2, 1, 3), mode="drop")
+
+
+class HeadNorms(NamedTuple):
+    """Gains of the norms of query and key heads, and what is added to the mean square."""
+
+    q: Float[Array, " D"]
+    k: Float[Array, " D"]
+    epsilon: float
+
+
+def _normed(x: Float[Array, "M B N D"], gain: Float[Array, " D"], epsilon: float) -> jax.Array:
+    """Root-mean-square norm in fp32, cast before the gain."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return wide.astype(x.dtype) * gain
+
+
+def _rotated(x: Float[Array, "M B N D"], cos: jax.Array, sin: jax.Array) -> jax.Array:
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    parts = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*(part.astype(x.dtype) for part in parts), x[..., 2 * half :]], -1)
+
+
+def fused_qkv_rope_append(
+    q: Float[Array, "M B H D"],
+    k: Float[Array, "M B K D"],
+    v: Float[Array, "M B K D"],
+    norms: HeadNorms,
+    cos: Float[Array, "M B half"],
+    sin: Float[Array, "M B half"],
+    k_pool: Float[Array, "N K S D"],
+    v_pool: Float[Array, "N K S D"],
+    rows: Int[Array, " M"],
+    starts: Int[Array, " M"],
+) -> tuple[Float[Array, "M B H D"], Float[Array, "N K S D"], Float[Array, "N K S D"]]:
+    """Queries normed and rotated, and the pools with the keys (likewise) and values appended.
+
+    Appending is that of `append_kv`; feature i rotates with feature i + half.
+    """
+    queries = _rotated(_normed(q, norms.q, norms.epsilon), cos, sin)
+    keys = _rotated(_normed(k, norms.k, norms.epsilon), cos, sin)
+    k_pool = append_kv(k_pool, keys.transpose(0, 2, 1, 3), rows, starts)
+    return queries, k_pool, append_kv(v_pool, v.transpose(0, 2, 1, 3), rows, starts)

@@ -2,7 +2,7 @@
 
 The copy engine of a Hopper GPU moves tiles and not single rows, so these kernels use ordinary
 loads and stores, which also reach pinned host memory over the link without a copy in between.
-Triton-style kernels are deprecated in Pallas: what replaces this file need only keep the two
+Triton-style kernels are deprecated in Pallas: what replaces this file need only keep its
 functions, whose meaning is in `reference`.
 """
 
@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.reference import HeadNorms
 
 ROWS = 32
 """Rows that a program moves at a time."""
@@ -102,3 +104,103 @@ def append_kv(
     shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     run = _call(body, slots * kv_heads, interpret, out_shape=shape, input_output_aliases={0: 0})
     return run(pool, new, rows, starts)
+
+
+def fused_qkv_rope_append(
+    q: Float[Array, "M B H D"],
+    k: Float[Array, "M B K D"],
+    v: Float[Array, "M B K D"],
+    norms: HeadNorms,
+    cos: Float[Array, "M B half"],
+    sin: Float[Array, "M B half"],
+    k_pool: Float[Array, "N K S D"],
+    v_pool: Float[Array, "N K S D"],
+    rows: Int[Array, " M"],
+    starts: Int[Array, " M"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "M B H D"], Float[Array, "N K S D"], Float[Array, "N K S D"]]:
+    """`reference.fused_qkv_rope_append` on a GPU, for heads that rotate whole.
+
+    One program takes one head of one slot; pools that are donated are written in place.
+    """
+    slots, block, heads, dim = q.shape
+    kv_heads, half = k.shape[2], dim // 2
+    pool_rows, _, capacity, _ = k_pool.shape
+    width = pl.next_power_of_2(block)
+    each = heads + 2 * kv_heads
+
+    def body(
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        q_gain_ref: Any,
+        k_gain_ref: Any,
+        cos_ref: Any,
+        sin_ref: Any,
+        rows_ref: Any,
+        starts_ref: Any,
+        _: Any,
+        __: Any,
+        out_ref: Any,
+        k_out_ref: Any,
+        v_out_ref: Any,
+    ) -> None:
+        unit = pl.program_id(0)
+        slot, head = lax.div(unit, each), lax.rem(unit, each)
+        number = jnp.arange(width)
+        is_real = jnp.broadcast_to((number < block)[:, None], (width, half))
+        tokens, first = _grid(number, half)
+        row, start = rows_ref[slot], starts_ref[slot]
+        place = start + number
+        is_kept = (number < block) & (place >= 0) & (place < capacity)
+        is_kept &= (row >= 0) & (row < pool_rows)
+        is_kept = jnp.broadcast_to(is_kept[:, None], (width, half))
+        places = jnp.broadcast_to(place[:, None], (width, half))
+
+        def load(ref: Any, head: Any) -> list[jax.Array]:
+            """The halves of a head."""
+            return [
+                plt.load(ref.at[slot, tokens, head, first + at], mask=is_real, other=0)
+                for at in (0, half)
+            ]
+
+        def turned(ref: Any, head: Any, gain_ref: Any) -> list[jax.Array]:
+            """The halves of a head, normed and rotated."""
+            halves = [part.astype(jnp.float32) for part in load(ref, head)]
+            square = sum((part * part).sum(axis=1, keepdims=True) for part in halves)
+            scale = lax.rsqrt(square / dim + norms.epsilon)
+            features = jnp.arange(half)
+            gains = [plt.load(gain_ref.at[features + at]) for at in (0, half)]
+            a, b = (
+                ((part * scale).astype(q.dtype) * gain[None, :]).astype(jnp.float32)
+                for part, gain in zip(halves, gains, strict=True)
+            )
+            cosine, sine = (
+                plt.load(ref.at[slot, tokens, first], mask=is_real, other=0)
+                for ref in (cos_ref, sin_ref)
+            )
+            return [a * cosine - b * sine, b * cosine + a * sine]
+
+        def append(pool_ref: Any, head: Any, halves: list[jax.Array]) -> None:
+            for at, part in zip((0, half), halves, strict=True):
+                target = pool_ref.at[row, head, places, first + at]
+                plt.store(target, part.astype(pool_ref.dtype), mask=is_kept)
+
+        @pl.when(head < heads)
+        def _() -> None:
+            for at, part in zip((0, half), turned(q_ref, head, q_gain_ref), strict=True):
+                target = out_ref.at[slot, tokens, head, first + at]
+                plt.store(target, part.astype(out_ref.dtype), mask=is_real)
+
+        @pl.when((head >= heads) & (head < heads + kv_heads))
+        def _() -> None:
+            append(k_out_ref, head - heads, turned(k_ref, head - heads, k_gain_ref))
+
+        @pl.when(head >= heads + kv_heads)
+        def _() -> None:
+            at = head - heads - kv_heads
+            append(v_out_ref, at, load(v_ref, at))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k_pool, v_pool)]
+    run = _call(body, slots * each, interpret, out_shape=shapes, input_output_aliases={9: 1, 10: 2})
+    return tuple(run(q, k, v, norms.q, norms.k, cos, sin, rows, starts, k_pool, v_pool))
