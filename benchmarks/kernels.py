@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
 import pallas_kernels
+from benchmarks.kernel_parts import PARTS, TOY, Sizes, measure
 from benchmarks.record import RESULTS, current_commit, write_record
 from benchmarks.timing import measured_bandwidth, measured_matmul_rate, seconds_per_call
 from pallas_kernels import Segment, reference
@@ -61,7 +61,16 @@ CHUNKS = [
 
 BLOCK_LENGTH = 32
 
-KERNELS = ("block", "prefill", "gather")
+KERNELS = ("block", "prefill", *PARTS)
+
+VARIANTS = {
+    "transposed": {"is_direct": False, "slack": -1},
+    "in_place": {"is_direct": True, "slack": -1},
+    "in_place_whole": {"is_direct": True, "slack": 6},
+}
+"""Cuts of the block kernel that are measured beside the one in use."""
+
+BASELINES = ("plain", "cudnn", "shipped_pieces", "torch_sdpa")
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
@@ -159,8 +168,25 @@ def _attempt(name: str, measure: Callable[[], float]) -> float | None:
         return None
 
 
-def block_row(model: str, rows: int, tokens: int, calls: int, baselines: bool) -> dict[str, Any]:
-    """Seconds of the kernel and of each baseline, and what the work must cost."""
+def _variant(
+    changes: dict[str, Any], segment: tuple[jax.Array, jax.Array]
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The block kernel under another cut."""
+    from pallas_kernels.hopper.block_attention import segment_attention, tiles_for
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = q.shape[1] * q.shape[2] // k.shape[1]
+        programs = jax.devices()[0].core_count
+        tiles = tiles_for(rows, q.shape[3], programs)._replace(**changes)
+        return segment_attention(q, [Segment(k, v, *segment)], tiles)
+
+    return attend
+
+
+def block_row(
+    model: str, rows: int, tokens: int, calls: int, baselines: Sequence[str]
+) -> dict[str, Any]:
+    """Seconds of the kernel, its variants and each baseline, and what the work must cost."""
     heads = MODELS[model]
     q = _draw(0, (rows, BLOCK_LENGTH, heads.query, heads.dim))
     k, v = (_draw(i, (rows, heads.kv, tokens, heads.dim)) for i in (1, 2))
@@ -170,7 +196,11 @@ def block_row(model: str, rows: int, tokens: int, calls: int, baselines: bool) -
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return pallas_kernels.segment_attention(q, [Segment(k, v, index, lengths)])
 
-    others = dict(_baselines(q, k, v, calls)) if baselines else {}
+    others = {name: run for name, run in _baselines(q, k, v, calls) if name in baselines}
+    variants = {} if jax.default_backend() == "cpu" else VARIANTS
+    for name, changes in variants.items():
+        run = _variant(changes, (index, lengths))
+        others[name] = functools.partial(seconds, run, q, k, v, calls=calls)
     return {
         "seconds": seconds(kernel, q, k, v, calls=calls),
         "bytes": k.nbytes + v.nbytes,
@@ -201,35 +231,10 @@ def prefill_row(model: str, chunk: int, prefix: int, calls: int) -> dict[str, An
     }
 
 
-def gather_figures(megabytes: int = 128) -> dict[str, float]:
-    """Bytes per second of rows from the device and from host memory, beside one large copy."""
-    device = jax.devices()[0]
-    host = SingleDeviceSharding(device, memory_kind="pinned_host")
-    on_device = SingleDeviceSharding(device)
-    heads, dim = 8, 128
-    entries = megabytes * 1000**2 // (heads * dim * 2)
-    pool = _draw(0, (1, heads, 4 * entries, dim))
-    index = jax.random.randint(jax.random.key(1), (1, heads, entries), 0, 4 * entries)
-    row = jnp.zeros((1,), jnp.int32)
-    pinned = jax.block_until_ready(jax.device_put(pool, host))
-    gather = jax.jit(pallas_kernels.gather_rows)
-    moved = heads * entries * dim * 2
-
-    def rate(call: Callable[[], Any], nbytes: int) -> float:
-        return nbytes / seconds_per_call(call, 3)
-
-    large = jax.block_until_ready(jax.device_put(_draw(2, (1 << 27,)), host))
-    return {
-        "bytes": moved,
-        "device": rate(lambda: gather(pool, row, index), moved),
-        "host": rate(lambda: gather(pinned, row, index), moved),
-        "contiguous_copy": rate(lambda: jax.device_put(large, on_device), large.nbytes),
-    }
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measures every row, prints it and writes its record."""
-    bandwidth, rate = measured_bandwidth(arguments.copy_gigabytes), measured_matmul_rate()
+    bandwidth = measured_bandwidth(0.01 if arguments.toy else arguments.copy_gigabytes)
+    rate = measured_matmul_rate(256 if arguments.toy else 8192)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s")
 
     def report(name: str, shapes: dict[str, Any], row: dict[str, Any]) -> None:
@@ -262,33 +267,41 @@ def main(arguments: argparse.Namespace) -> None:
 
     if "block" in arguments.kernels:
         for name, model, rows, tokens in BLOCKS:
+            if arguments.only and f"{model}_{name}" not in arguments.only:
+                continue
             shapes = {"model": model, **MODELS[model]._asdict(), "rows": rows, "tokens": tokens}
-            row = block_row(model, rows, tokens, arguments.calls, not arguments.no_baselines)
+            row = block_row(model, rows, tokens, arguments.calls, arguments.baselines)
             report(f"block_{model}_{name}", shapes, row)
     if "prefill" in arguments.kernels:
         for name, chunk, prefix in CHUNKS:
             model = "sdar-8b"
             shapes = {"model": model, **MODELS[model]._asdict(), "chunk": chunk, "prefix": prefix}
             report(f"prefill_{model}_{name}", shapes, prefill_row(model, chunk, prefix, 2))
-    if "gather" in arguments.kernels:
-        figures = gather_figures()
-        print("gather_rows, GB/s:", {name: round(x / 1e9, 1) for name, x in figures.items()})
-        write_record(
-            "kernels_gather_rows",
-            commit=arguments.commit or current_commit(),
-            shapes={"dtype": "bfloat16", "row_bytes": 256},
-            settings={"order": "random rows with repeats, from a pool four times as large"},
-            figures={"gathered_bytes": figures.pop("bytes")}
-            | {f"{name}_bytes_per_second": x for name, x in figures.items()},
-            folder=arguments.output,
-        )
+    for part in PARTS:
+        if part not in arguments.kernels:
+            continue
+        for row in measure(part, TOY if arguments.toy else Sizes()):
+            write_record(
+                f"kernels_{row.name}",
+                commit=arguments.commit or current_commit(),
+                shapes={"dtype": "bfloat16", "model": "sdar-8b", **row.shapes},
+                settings={"toy": arguments.toy},
+                figures={
+                    **row.figures,
+                    "copy_bytes_per_second_on_device": bandwidth,
+                    "matmul_flops_per_second": rate,
+                },
+                folder=arguments.output,
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--calls", type=int, default=10, help="calls in a program")
-    parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)
+    parser.add_argument("--only", nargs="+", help="block rows to measure, as sdar-8b_r32_s8k")
+    parser.add_argument("--toy", action="store_true", help="small parts, for a CPU")
     parser.add_argument("--copy-gigabytes", type=float, default=2.0)
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")

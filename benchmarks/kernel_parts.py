@@ -1,0 +1,271 @@
+"""The smaller kernels: importance of keys, rows to and from host memory, fused heads, LM head."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+import pallas_kernels
+from benchmarks.shapes import MODELS
+from benchmarks.timing import seconds_per_call
+from herald_jax.decoding import head
+from herald_jax.decoding.options import decoding_options, proposal_spec
+from herald_jax.sampling import SamplingParams
+from pallas_kernels import HeadNorms, Segment, reference
+
+BLOCK = 32
+EPSILON = 1e-6
+
+
+class Figures(NamedTuple):
+    """One record."""
+
+    name: str
+    shapes: dict[str, Any]
+    figures: dict[str, float]
+
+
+class Sizes(NamedTuple):
+    """What the parts are measured at; `toy` is for a CPU."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    contexts: tuple[tuple[int, int], ...] = ((8, 32768), (32, 8192))
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    head_rows: tuple[int, ...] = (1, 8, 32)
+    pool_megabytes: int = 512
+    gathered: tuple[int, ...] = (16, 64, 128)
+    model: str = "sdar-8b"
+
+
+TOY = Sizes(6, 2, 64, ((2, 96), (3, 32)), (1, 3), (1, 20), 4, (1, 2), "toy")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def draw(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Standard normal numbers."""
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def loop_seconds(body: Callable[[Any], Any], start: Any, calls: int = 20) -> float:
+    """Seconds of one of `calls` rounds of a loop in one program, which takes over `start`."""
+    program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, x: body(x), x), donate_argnums=0)
+    holder = [start]
+
+    def run() -> Any:
+        holder[0] = program(holder[0])
+        return holder[0]
+
+    return seconds_per_call(run, 2) / calls
+
+
+def importance(sizes: Sizes) -> Iterator[Figures]:
+    """Attention with its log-sum-exp, then the importance of every key of the prefix."""
+    for rows, tokens in sizes.contexts:
+        q = draw(0, (rows, BLOCK, sizes.heads, sizes.dim))
+        k, v = (draw(i, (rows, sizes.kv_heads, tokens, sizes.dim)) for i in (1, 2))
+        index, lengths = jnp.arange(rows, dtype=jnp.int32), jnp.full((rows,), tokens, jnp.int32)
+
+        def run(
+            q: jax.Array, k: Any = k, v: Any = v, index: Any = index, lengths: Any = lengths
+        ) -> jax.Array:
+            out, lse = pallas_kernels.segment_attention(q, [Segment(k, v, index, lengths)], True)
+            return out + lse[..., None].astype(out.dtype) * 1e-3
+
+        _, lse = jax.jit(lambda q, s: pallas_kernels.segment_attention(q, [s], True))(
+            q, Segment(k, v, index, lengths)
+        )
+
+        def score(
+            q: jax.Array,
+            k: Any = k,
+            v: Any = v,
+            index: Any = index,
+            lengths: Any = lengths,
+            lse: Any = lse,
+        ) -> jax.Array:
+            got = pallas_kernels.key_importance(q, lse, Segment(k, v, index, lengths), "max")
+            return q + got.max().astype(q.dtype)
+
+        def plain(
+            q: jax.Array,
+            k: Any = k,
+            v: Any = v,
+            index: Any = index,
+            lengths: Any = lengths,
+            lse: Any = lse,
+        ) -> jax.Array:
+            got = reference.key_importance(q, lse, Segment(k, v, index, lengths), "max")
+            return q + got.max().astype(q.dtype)
+
+        yield Figures(
+            f"importance_r{rows}_s{tokens}",
+            {"rows": rows, "tokens": tokens, "pooling": "max"},
+            {
+                "attention_with_lse_us": 1e6 * loop_seconds(run, q + 0, 10),
+                "importance_us": 1e6 * loop_seconds(score, q + 0, 10),
+                "plain_importance_us": 1e6 * loop_seconds(plain, q + 0, 2),
+                "bytes": float(k.nbytes),
+            },
+        )
+
+
+def gather(sizes: Sizes) -> Iterator[Figures]:
+    """Rows from the device and from host memory, beside one contiguous copy of 256 MB."""
+    device = jax.devices()[0]
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    on_device = SingleDeviceSharding(device)
+    row_bytes = 2 * sizes.dim
+    entries = sizes.pool_megabytes * 10**6 // (sizes.kv_heads * row_bytes)
+    pool = draw(0, (1, sizes.kv_heads, entries, sizes.dim))
+    pinned = jax.block_until_ready(jax.device_put(pool, host))
+    large = jax.block_until_ready(jax.device_put(draw(2, (sizes.pool_megabytes * 250_000,)), host))
+    run = jax.jit(pallas_kernels.gather_rows)
+    row = jnp.zeros((1,), jnp.int32)
+    for megabytes in sizes.gathered:
+        count = megabytes * 10**6 // (sizes.kv_heads * row_bytes)
+        index = jax.random.randint(jax.random.key(1), (1, sizes.kv_heads, count), 0, entries)
+        moved = count * sizes.kv_heads * row_bytes
+        # The copy is measured beside each size, because the link is shared.
+        copy = large.nbytes / seconds_per_call(lambda: jax.device_put(large, on_device), 2)
+        figures = {
+            "bytes": float(moved),
+            "copy_bytes_per_second": copy,
+            "copied_bytes": large.nbytes,
+        }
+        places = {"device": pool} if device.platform == "cpu" else {"device": pool, "host": pinned}
+        for name, source in places.items():
+            seconds = seconds_per_call(lambda: run(source, row, index), 3)  # noqa: B023
+            figures[f"{name}_bytes_per_second"] = moved / seconds
+        if "host_bytes_per_second" in figures:
+            figures["share_of_copy"] = figures["host_bytes_per_second"] / copy
+        yield Figures(f"gather_rows_{megabytes}mb", {"row_bytes": row_bytes}, figures)
+
+
+def append(sizes: Sizes) -> Iterator[Figures]:
+    """A block of many slots into a donated pool, on the device and in host memory."""
+    device = jax.devices()[0]
+    slots, tokens = 4 * max(sizes.rows), 1024
+    new = draw(1, (slots, sizes.kv_heads, BLOCK, sizes.dim))
+    rows = jnp.arange(slots, dtype=jnp.int32)
+    starts = (rows * 37) % (tokens - BLOCK)
+    figures = {"bytes": float(new.nbytes)}
+    for place in ("device",) if device.platform == "cpu" else ("device", "pinned_host"):
+        sharding = SingleDeviceSharding(device, memory_kind=None if place == "device" else place)
+        run = jax.jit(pallas_kernels.append_kv, donate_argnums=0, out_shardings=sharding)
+        start = draw(0, (slots, sizes.kv_heads, tokens, sizes.dim))
+        holder = [jax.block_until_ready(jax.device_put(start, sharding, may_alias=False))]
+        before = holder[0].unsafe_buffer_pointer()
+
+        def call(holder: list[jax.Array] = holder, run: Any = run) -> jax.Array:
+            holder[0] = run(holder[0], new, rows, starts)
+            return holder[0]
+
+        seconds = seconds_per_call(call, 5)
+        figures[f"{place}_us"] = 1e6 * seconds
+        figures[f"{place}_bytes_per_second"] = new.nbytes / seconds
+        figures[f"{place}_stays_in_place"] = float(before == holder[0].unsafe_buffer_pointer())
+    yield Figures("append_kv", {"slots": slots, "block_length": BLOCK}, figures)
+
+
+def fused(sizes: Sizes) -> Iterator[Figures]:
+    """Norm, rotation and append of one layer, fused by hand and by the compiler."""
+    for rows in sizes.rows:
+        shape = (rows, BLOCK, sizes.heads, sizes.dim)
+        q, k, v = (
+            draw(i, (*shape[:2], n, sizes.dim))
+            for i, n in enumerate((shape[2], *[sizes.kv_heads] * 2))
+        )
+        norms = HeadNorms(draw(5, (sizes.dim,)), draw(6, (sizes.dim,)), EPSILON)
+        angles = draw(7, (rows, BLOCK, sizes.dim // 2), jnp.float32)
+        index = jnp.arange(rows, dtype=jnp.int32)
+        fixed = (k, v, norms, jnp.cos(angles), jnp.sin(angles))
+
+        def kernel(carry: tuple, fixed: tuple = fixed, index: Any = index) -> tuple:
+            q, k_pool, v_pool = carry
+            inputs: Any = (q, *fixed, k_pool, v_pool, index, index * 8)
+            return pallas_kernels.fused_qkv_rope_append(*inputs)
+
+        def compiled(carry: tuple, fixed: tuple = fixed, index: Any = index) -> tuple:
+            q, k_pool, v_pool = carry
+            inputs: Any = (q, *fixed, k_pool, v_pool, index, index * 8)
+            return reference.fused_qkv_rope_append(*inputs)
+
+        def start(rows: int = rows, q: jax.Array = q) -> tuple:
+            pools = [draw(i, (rows, sizes.kv_heads, 4096, sizes.dim)) for i in (8, 9)]
+            return (q + 0, *pools)
+
+        yield Figures(
+            f"fused_qkv_rope_append_m{rows * BLOCK}",
+            {"rows": rows, "block_length": BLOCK},
+            {
+                "kernel_us": 1e6 * loop_seconds(kernel, start()),
+                "compiled_us": 1e6 * loop_seconds(compiled, start()),
+                "bytes": 2.0 * (q.nbytes + k.nbytes + v.nbytes),
+            },
+        )
+
+
+def lm_head(sizes: Sizes) -> Iterator[Figures]:
+    """LM head and proposal of a step: all rows at once, and in parts as the step does it."""
+    config = MODELS[sizes.model]
+    table = draw(0, (config.hidden_size, config.vocab_size))
+    for rows in sizes.head_rows:
+        hidden = draw(1, (rows, BLOCK, config.hidden_size))
+        sampling = [SamplingParams()] * rows
+        options = decoding_options(sampling, range(rows), config)
+        numbers = (options.seeds, jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), jnp.int32))
+
+        def logits(table: jax.Array, hidden: jax.Array) -> jax.Array:
+            return jnp.einsum("rqe,ev->rqv", hidden, table, preferred_element_type=jnp.float32)
+
+        figures: dict[str, float] = {"weight_bytes": float(table.nbytes)}
+        results = {}
+        forms = {"at_once": rows * BLOCK, "in_parts": head.MAX_POSITIONS}
+        for name, most in forms.items():
+            before, head.MAX_POSITIONS = head.MAX_POSITIONS, most
+
+            def run(table: Any, hidden: Any, options: Any = options, numbers: Any = numbers) -> Any:
+                of_hidden = functools.partial(logits, table)
+                spec = proposal_spec([SamplingParams()])
+                return head.propose_blocks(of_hidden, config, hidden, options.rows, spec, *numbers)
+
+            program = jax.jit(run).lower(table, hidden).compile()
+            head.MAX_POSITIONS = before
+            memory: Any = program.memory_analysis()
+            results[name] = jax.device_get(program(table, hidden))
+            seconds = seconds_per_call(lambda: program(table, hidden), 5)  # noqa: B023
+            figures |= {f"{name}_us": 1e6 * seconds, f"{name}_bytes": memory.temp_size_in_bytes}
+        same = np.array_equal(results["at_once"].tokens, results["in_parts"].tokens)
+        figures["same_tokens"] = float(same)
+        yield Figures(f"lm_head_m{rows * BLOCK}", {"rows": rows, "block_length": BLOCK}, figures)
+
+
+PARTS: dict[str, Callable[[Sizes], Iterator[Figures]]] = {
+    "importance": importance,
+    "gather": gather,
+    "append": append,
+    "fused": fused,
+    "head": lm_head,
+}
+
+
+def measure(name: str, sizes: Sizes) -> Iterator[Figures]:
+    """The records of a part, printed as they come; a failure is printed and ends the part."""
+    begin = time.perf_counter()
+    try:
+        for row in PARTS[name](sizes):
+            shown = {key: float(f"{value:.4g}") for key, value in row.figures.items()}
+            print(f"{row.name}: {shown} ({time.perf_counter() - begin:.0f} s)", flush=True)
+            yield row
+    except Exception as error:  # one part that fails must not end the run
+        print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
