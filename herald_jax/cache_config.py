@@ -35,7 +35,9 @@ class CacheConfig:
         lookahead: True to select for the next block while a block still runs; False to select
             at the block's own first step.
         retrieval: What the lookahead's masks attend to: `single_pass`, what the running block
-            does; `layerwise`, everything, as in the paper, on the device only.
+            does; `layerwise`, everything. Then only the masks of `selection_query` look ahead,
+            and see one another; with `centre` that is HERALD's lone mask. On the host they go
+            through the layers one at a time, each of which reads all keys and values of the row.
         selection_query: Positions of the block whose queries select: `all` (MAGE), `centre`
             (HERALD), `first`, `log8` or `even<n>`.
         selection_heads: `mean` averages the queries that read one KV head, `apart` does not.
@@ -79,11 +81,11 @@ class CacheConfig:
             require_int("host_bytes", self.host_bytes, 1)
         if self.retrieval == "layerwise":
             require(
-                self.placement == "device" and self.lookahead,
+                self.lookahead,
                 "retrieval",
                 self.retrieval,
-                "single_pass with placement='host' or without lookahead",
-                "Take placement='device' and lookahead=True for the paper's retrieval pass.",
+                "single_pass without lookahead",
+                "Take lookahead=True for the paper's retrieval pass.",
             )
         require_one_of("key_index", self.key_index, KEY_INDEXES)
         if self.key_index != "none":

@@ -96,7 +96,7 @@ def _layer_structure(config: ModelConfig, layer: int, dtype: str) -> tuple[Any, 
     return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
 
-def _bind_layer(config: ModelConfig, layer: int, params: Params) -> DecoderLayer:
+def bind_layer(config: ModelConfig, layer: int, params: Params) -> DecoderLayer:
     """A decoder layer over `params`, to be called inside a trace."""
     dtype = params["input_layernorm"]["scale"].dtype
     graph, abstract = _layer_structure(config, layer, jnp.dtype(dtype).name)
@@ -141,7 +141,7 @@ def _chunk(
     def attend(_: int, q: jax.Array, fresh: FreshKV) -> jax.Array:
         return prefill_attention(q, k, v, start, fresh.k, fresh.v, config.block_length)
 
-    hidden, fresh = _bind_layer(config, layer, params)(layer, hidden, phases, attend)
+    hidden, fresh = bind_layer(config, layer, params)(layer, hidden, phases, attend)
     # Padding points past the capacity, where the scatter writes nothing.
     slots = jnp.where(offsets < count, start + offsets, capacity + offsets)
 
@@ -176,7 +176,7 @@ def _query(
         prompt = Segment(k, v, row, prefix_length[None])
         return segment_attention(q, [prompt, Segment(own_k, own_v, row, jnp.full((1,), block))])
 
-    hidden, fresh = _bind_layer(config, layer, params)(layer, hidden, phases, attend)
+    hidden, fresh = bind_layer(config, layer, params)(layer, hidden, phases, attend)
     return QueryOutput(hidden, queries[0][0], fresh.k[0], fresh.v[0])
 
 
@@ -212,6 +212,10 @@ class LayerPrefill:
             config.has_experts(layer): layer for layer in reversed(range(config.num_layers))
         }
         self._example = [first_of[config.has_experts(n)] for n in range(config.num_layers)]
+
+    def example(self, layer: int) -> int:
+        """The first layer of the structure of this one."""
+        return self._example[layer]
 
     @property
     def program_count(self) -> int:

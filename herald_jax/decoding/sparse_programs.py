@@ -6,6 +6,7 @@ Each takes the cache first and returns it first, for donation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
-from herald_jax.decoding.sparse_slots import SparseStates, run_sparse_slots
+from herald_jax.decoding.sparse_slots import Lookahead, SparseStates, run_sparse_slots
 from herald_jax.decoding.steps import DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Params, bind
 from herald_jax.retrieval import select
@@ -36,9 +37,9 @@ def step(
     model: ModelConfig,
     spec: ProposalSpec,
     budget: BudgetTable,
-    is_layerwise: bool,
-) -> tuple[SparseCache, SparseStates, SlotOutput, list[jax.Array]]:
-    """One step, with the lookahead queries of the rows in `ahead`."""
+    lookahead: Lookahead,
+) -> tuple[SparseCache, SparseStates, SlotOutput, list[Any]]:
+    """One step, with the lookahead queries (or drafts) of the rows in `ahead`."""
     return run_sparse_slots(
         bind(model, params),
         cache,
@@ -51,7 +52,7 @@ def step(
         options,
         spec,
         is_exact=False,
-        is_layerwise=is_layerwise and ahead.shape[0] > 0,
+        lookahead=lookahead,
     )
 
 
@@ -89,7 +90,7 @@ def exact_step(
         options,
         spec,
         is_exact=True,
-        is_layerwise=False,
+        lookahead=Lookahead(),
     )
     cache = refill(
         cache, queries, decode.rows, targets, first_mask, budget=budget, selector=selector

@@ -6,7 +6,8 @@ where there are any and the argmax of step 0 elsewhere; group C is block n + 1 a
 masks. A and B see the same prefix and not each other; C sees that prefix, the draft's keys and
 values, and its own masks. What C asks for in every sparse layer is what block n + 1 will need:
 its queries leave the step, and selection runs while block n goes on. Keys and values of B and C
-are used within the pass and never written anywhere.
+are used within the pass and never written anywhere. `Lookahead` says where the paper's own
+retrieval pass differs.
 
 The fused step may also be the commit pass of a block that was done at step 0; the draft is then
 the block's final tokens.
@@ -14,7 +15,8 @@ the block's final tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,29 @@ def _choose(condition: Bool[Array, " M"], new: jax.Array, old: jax.Array) -> jax
     return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lookahead:
+    """What looks ahead: in the paper's retrieval pass a few masks, which see everything.
+
+    Attributes:
+        walkers: Positions of the next block's masks that look ahead and see the whole prefix, the
+            draft and one another; if there are none, all masks do, and see what the running
+            block sees.
+        is_on_host: True if the walkers go through the layers after the step, since it is the
+            host that has the prefix: the step has no group C then, and gives the draft's keys
+            and values.
+    """
+
+    walkers: tuple[int, ...] = ()
+    is_on_host: bool = False
+
+    def packed(self, block_length: int) -> tuple[int, ...]:
+        """Positions of the tokens of group C: the walkers come first, then whatever."""
+        if not self.walkers:
+            return tuple(range(block_length))
+        return self.walkers + (0,) * (block_length - len(self.walkers))
+
+
 class SlotPlaces(NamedTuple):
     """Where the slots of a pass stand, and what each sees.
 
@@ -78,6 +103,7 @@ class SlotPlaces(NamedTuple):
         is_committing: True where the pass is the block's commit pass.
         partner: Another slot whose fresh keys and values this one sees as well, or -1.
         is_exact: True where the sparse layers' whole prefix is seen instead of the pools.
+        own: First tokens of itself that a slot sees.
     """
 
     rows: Int[Array, " M"]
@@ -87,6 +113,7 @@ class SlotPlaces(NamedTuple):
     is_committing: Bool[Array, " M"]
     partner: Int[Array, " M"]
     is_exact: Bool[Array, " M"]
+    own: Int[Array, " M"]
 
 
 class SparsePass:
@@ -136,8 +163,8 @@ class SparsePass:
         self._pool_lengths = where(is_sparse, pooled)
         self._recent_lengths = where(is_sparse, prefix_tokens)
         self._store_lengths = where(places.is_exact, prefix_tokens)
-        self._own_lengths = where(live, block_length)
-        self._own_beside_pages = where(~places.is_written, block_length)
+        self._own_lengths = where(live, places.own)
+        self._own_beside_pages = where(~places.is_written, places.own)
         self._partner_lengths = where(places.partner >= 0, block_length)
         self.queries: list[jax.Array] = []
 
@@ -209,8 +236,8 @@ def run_sparse_slots(
     spec: ProposalSpec,
     *,
     is_exact: bool,
-    is_layerwise: bool,
-) -> tuple[SparseCache, SparseStates, SlotOutput, list[jax.Array]]:
+    lookahead: Lookahead,
+) -> tuple[SparseCache, SparseStates, SlotOutput, list[Any]]:
     """One pass over the decode slots and the lookahead slots.
 
     Args:
@@ -225,11 +252,12 @@ def run_sparse_slots(
         options: Options of the decode slots' rows, in their order.
         spec: Static facts of the decode slots.
         is_exact: True if the decode slots see their whole prefix, as in MAGE's step 0.
-        is_layerwise: True if group C sees the whole prefix (the paper's retrieval pass).
+        lookahead: What group C is.
 
     Returns:
         The cache, the states, the decode slots' blocks, and for every sparse layer the queries
-        of group C, [A, B, H, D], or of the decode slots if the pass is exact.
+        of group C, [A, B, H, D], or of the decode slots if the pass is exact; or, for every
+        layer, the draft's `FreshKV`, [A, B, K, D], if the lookahead is on the host.
     """
     config = decoder.config
     block_length, rows = config.block_length, tables.shape[0]
@@ -243,25 +271,30 @@ def run_sparse_slots(
     masks = jnp.full_like(drafted, config.mask_token_id)
 
     count, extra = decode.rows.shape[0], ahead.shape[0]
-    is_decode = jnp.arange(count + 2 * extra) < count
-    is_query = jnp.arange(count + 2 * extra) >= count + extra
-    nothing = jnp.zeros((2 * extra,), bool)
-    prefix = jnp.concatenate([block.index, before.block.index, before.block.index])
+    groups = 1 if lookahead.is_on_host else 2
+    slots = jnp.arange(count + groups * extra)
+    is_decode, is_query = slots < count, slots >= count + extra
+    is_walking = is_query & bool(lookahead.walkers)
+    nothing = jnp.zeros((groups * extra,), bool)
+    prefix = jnp.concatenate([block.index, *[before.block.index] * groups])
     places = SlotPlaces(
-        rows=jnp.concatenate([decode.rows, ahead, ahead]),
+        rows=jnp.concatenate([decode.rows, *[ahead] * groups]),
         prefix=prefix,
-        is_live=jnp.concatenate([is_running, ahead < rows, ahead < rows]),
+        is_live=jnp.concatenate([is_running, *[ahead < rows] * groups]),
         is_written=is_decode,
         is_committing=jnp.concatenate([is_committing, nothing]),
-        partner=jnp.where(is_query, jnp.arange(count + 2 * extra) - extra, -1),
-        is_exact=(is_decode & is_exact) | (is_query & is_layerwise),
+        partner=jnp.where(is_query, slots - extra, -1),
+        is_exact=(is_decode & is_exact) | is_walking,
+        own=jnp.where(is_walking, len(lookahead.walkers), block_length),
     )
-    tokens = jnp.concatenate([block.inputs(config.mask_token_id), drafted, masks])
+    asked = [drafted, masks][:groups]
+    tokens = jnp.concatenate([block.inputs(config.mask_token_id), *asked])
     first = (prefix + is_query.astype(jnp.int32)) * block_length
-    sparse = SparsePass(
-        cache, tables, pooled, places, block_length, reads_store=is_exact or is_layerwise
-    )
-    hidden, _ = decoder(tokens, first[:, None] + jnp.arange(block_length), sparse.attend)
+    packed = jnp.asarray(lookahead.packed(block_length))
+    positions = first[:, None] + jnp.where(is_query[:, None], packed, jnp.arange(block_length))
+    reads_store = is_exact or (bool(lookahead.walkers) and extra > 0 and groups == 2)
+    sparse = SparsePass(cache, tables, pooled, places, block_length, reads_store=reads_store)
+    hidden, fresh = decoder(tokens, positions, sparse.attend)
 
     running = block._replace(is_masked=is_masked)
     proposal = offer_from(decoder, hidden[:count], running, options, spec)
@@ -275,6 +308,13 @@ def run_sparse_slots(
     following = BlockState.start(after.index + 1, jnp.zeros_like(after.tokens), all_masked)
     moved = jax.tree.map(lambda new, old: _choose(is_committing, new, old), following, after)
     states = states.put(decode.rows, SparseStates(moved, draft, is_stopped))
-    taken = slice(0, count) if is_exact else slice(count + extra, None)
-    queries = [q[taken] for q in sparse.queries]
-    return sparse.cache, states, SlotOutput(is_committing, after), queries
+    output = SlotOutput(is_committing, after)
+    if is_exact:
+        return sparse.cache, states, output, [q[:count] for q in sparse.queries]
+    if lookahead.is_on_host:
+        return sparse.cache, states, output, [FreshKV(k[count:], v[count:]) for k, v in fresh]
+    queries = [q[count + extra :] for q in sparse.queries]
+    if lookahead.walkers:
+        at = jnp.asarray(lookahead.walkers)
+        queries = [jnp.zeros_like(q).at[:, at].set(q[:, : len(at)]) for q in queries]
+    return sparse.cache, states, output, queries

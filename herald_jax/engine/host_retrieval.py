@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,8 @@ class HostRetrieval:
         ConfigError: If there is no room in host memory, before anything is allocated.
     """
 
+    _store_type: ClassVar[type[HostStore]] = HostStore
+
     def __init__(
         self,
         programs: SparsePrograms,
@@ -85,7 +87,7 @@ class HostRetrieval:
             measure_link(sharding, LINK_PROBE_BYTES)  # warns of a slow one
         group = column_group(cache.selection, model.num_heads, model.num_kv_heads)
         positions = query_positions(cache.selection_query, model.block_length)
-        store = HostStore(
+        store = self._store_type(
             self._pool,
             cache.selection,
             columns=len(positions) * group,
@@ -181,10 +183,13 @@ class HostRetrieval:
         """Waits for the lane."""
         if self._empty:
             return
-        jobs = [*(job for _, job in self._recalls), *self._appends]
+        jobs = self._jobs()
         if not jobs:
             raise RuntimeError("a row waits for a pool that nobody asked for")
         self._lane.wait(jobs)
+
+    def _jobs(self) -> list[Job]:
+        return [*(job for _, job in self._recalls), *self._appends]
 
     def settle(self, row: int) -> None:
         """Waits until everything of a row is on the host.
@@ -214,8 +219,7 @@ class HostRetrieval:
 
     def warmup(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> SparseCache:
         """Compiles what recalls and appends need."""
-        for shapes in queries:
-            self._programs.columns([jnp.zeros(one.shape, one.dtype) for one in shapes])
+        self._warm_queries(queries)
         example = cache.selected[0].k
         total = len(cache.selected)
         for count in {min(self._layers, total), total % self._layers or self._layers}:
@@ -227,6 +231,10 @@ class HostRetrieval:
         for tokens in range(1, capacity + 1, PROMPT_STEP):
             _cut(prompt, _prompt_size(tokens, capacity))
         return cache
+
+    def _warm_queries(self, queries: Sequence[Sequence[Any]]) -> None:
+        for shapes in queries:
+            self._programs.columns([jnp.zeros(one.shape, one.dtype) for one in shapes])
 
     def reset(self) -> None:
         """Drops everything."""

@@ -74,6 +74,13 @@ class Job:
         """True if a caller who looks now sees something it need not wait for."""
         return self.is_done
 
+    def run(self, store: Any) -> None:
+        """Does the work, with the `HostStore`; on the worker."""
+        raise NotImplementedError
+
+    def drop_arrays(self) -> None:
+        """Lets go of what it was given, once it is done."""
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for news; false if there are none within `timeout` seconds."""
         return self._lane.wait([self], timeout)
@@ -274,8 +281,8 @@ class HostLane:
         self._before_job = before_job
         self._changed = threading.Condition()
         # All of these, and what jobs say of themselves, belong to the condition.
-        self._queue: collections.deque[Append | Recall] = collections.deque()
-        self._running: Append | Recall | None = None
+        self._queue: collections.deque[Job] = collections.deque()
+        self._running: Job | None = None
         self._filled: list[Recall] = []
         self._ended: list[tuple[int, int]] = []
         self._broken: dict[tuple[int, int], LaneError] = {}
@@ -360,6 +367,10 @@ class HostLane:
             raise ValueError(
                 f"{job.sinks} sinks and {job.selected} entries do not fit a pool of {room}"
             )
+        return self._submit(job)
+
+    def submit(self, job: Any) -> Any:
+        """Queues a job of another kind."""
         return self._submit(job)
 
     def _submit(self, job: Any) -> Any:
@@ -461,7 +472,7 @@ class HostLane:
                     self._running.is_done = True
                 self._changed.notify_all()
 
-    def _finish(self, job: Append | Recall, error: LaneError | None) -> None:
+    def _finish(self, job: Job, error: LaneError | None) -> None:
         with self._changed:
             if error is not None and not job.is_cancelled:
                 job.error = error
@@ -472,7 +483,7 @@ class HostLane:
             job.is_done, self._running = True, None
             self._changed.notify_all()
 
-    def _next(self) -> Append | Recall | None:
+    def _next(self) -> Job | None:
         with self._changed:
             while True:
                 # Before any job of the stay that has the row now.
@@ -486,7 +497,7 @@ class HostLane:
                     return self._running
                 self._changed.wait()
 
-    def _do(self, job: Append | Recall) -> LaneError | None:
+    def _do(self, job: Job) -> LaneError | None:
         try:
             self._before_job(job)
             if not self.is_over(job):

@@ -88,10 +88,11 @@ class Retrieval(Protocol):
         """Takes a block that was committed and is in the row's ring still."""
         ...
 
-    def ask(
-        self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
-    ) -> SparseCache:
-        """Begins to fill pools; slot i of the queries belongs to `asks[i]`."""
+    def ask(self, cache: SparseCache, queries: Sequence[Any], asks: Sequence[Ask]) -> SparseCache:
+        """Begins to fill pools; slot i of every layer's queries belongs to `asks[i]`.
+
+        A retrieval that walks through the layers takes a `WalkStart` for each instead.
+        """
         ...
 
     def poll(self, cache: SparseCache) -> tuple[SparseCache, list[FullPool], list[RowFailure]]:

@@ -18,13 +18,23 @@ from herald_jax.cache.shape import SparseShape
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
-from herald_jax.decoding import sparse_programs
+from herald_jax.decoding import layer_walk, sparse_programs
 from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerOutput, LayerPrefill
+from herald_jax.decoding.layer_walk import Walk
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.slots import RowStarts
-from herald_jax.decoding.sparse_slots import SparseStates
+from herald_jax.decoding.sparse_slots import Lookahead, SparseStates
+from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Params
 from herald_jax.retrieval.device import BudgetTable, Selector
+from herald_jax.retrieval.queries import query_positions
+
+
+def _lookahead(cache: CacheConfig, block_length: int) -> Lookahead:
+    if cache.retrieval != "layerwise":
+        return Lookahead()
+    walkers = query_positions(cache.selection_query, block_length)
+    return Lookahead(walkers, is_on_host=cache.placement == "host")
 
 
 class SparsePrograms:
@@ -39,13 +49,14 @@ class SparsePrograms:
         model: The model.
         shape: Sizes of the cache.
         prefill: Takes prompts through the layers.
+        lookahead: What looks ahead in a step.
         compile_seconds: Time that programs took to compile so far.
     """
 
     def __init__(self, config: ModelConfig, cache: CacheConfig, shape: SparseShape) -> None:
         self.compile_seconds = 0.0
         self.model, self.shape = config, shape
-        self._is_layerwise = cache.retrieval == "layerwise"
+        self.lookahead = _lookahead(cache, config.block_length)
         block = config.block_length
         table = BudgetTable.of(cache.budget_of(block), shape.row_tokens // block + 2)
         # A pool has room for all candidates of a text that is shorter than its sinks.
@@ -77,7 +88,7 @@ class SparsePrograms:
             model=self.model,
             spec=spec,
             budget=self._static["budget"],
-            is_layerwise=self._is_layerwise,
+            lookahead=self.lookahead,
         )
         decode, ahead = args[5], args[6]
         key = ("step", decode.rows.shape[0], ahead.shape[0], spec)
@@ -95,6 +106,75 @@ class SparsePrograms:
         """Pools filled from the store on the device; `args` as of `sparse_programs.refill`."""
         refill = functools.partial(sparse_programs.refill, **self._static)
         return self._compiled(("refill", len(args[1])), refill, cache, *args)(cache, *args)
+
+    def begin_walk(
+        self,
+        cache: SparseCache,
+        params: Params,
+        table: np.ndarray,
+        blocks: int,
+        drafts: Sequence[FreshKV],
+        slot: int,
+    ) -> tuple[Walk, list[FreshKV]]:
+        """A row's walk up to its first sparse layer, as `layer_walk.begin` gives it."""
+        args = (cache.dense, params, table, np.int32(blocks), list(drafts), np.int32(slot))
+        return self._begin_walk(*args)(*args)
+
+    def _begin_walk(self, *args: Any) -> Any:
+        begin = functools.partial(layer_walk.begin, **self._walking())
+        return self._compiled(("walk", args[4][0].k.shape[0]), begin, *args, donate=())
+
+    def advance_walk(
+        self,
+        params: Params,
+        at: int,
+        walk: Walk,
+        draft: FreshKV,
+        blocks: int,
+        far: np.ndarray,
+        log_sum: np.ndarray,
+    ) -> Walk:
+        """A walk that stands in sparse layer `at`, one layer on."""
+        layer = self.shape.dense_layers + at
+        args = (walk, draft, np.int32(blocks), far, log_sum, *self._two_layers(params, layer))
+        return self._advance_walk(layer, *args)(*args)
+
+    def _two_layers(self, params: Params, layer: int) -> tuple[Params, Params]:
+        return params["layers"][layer], params["layers"][layer + 1]
+
+    def _advance_walk(self, layer: int, *args: Any) -> Any:
+        layers = (self.prefill.example(layer), self.prefill.example(layer + 1))
+        advance = functools.partial(layer_walk.advance, **self._walking(), layers=layers)
+        return self._compiled(("advance", layers), advance, *args, donate=())
+
+    def warm_walks(
+        self, cache: SparseCache, params: Params, table: np.ndarray, sizes: Sequence[int]
+    ) -> None:
+        """Compiles what walks need, for drafts of so many rows."""
+        model, dtype = self.model, cache.selected[0].k.dtype
+        block, dense = model.block_length, self.shape.dense_layers
+        here = (model.num_heads, model.head_dim)
+
+        def draft(rows: int) -> FreshKV:
+            shape = (rows, block, model.num_kv_heads, model.head_dim)
+            return FreshKV(*[jax.ShapeDtypeStruct(shape, dtype)] * 2)  # type: ignore[arg-type]
+
+        zero = np.int32(0)
+        args: tuple[Any, ...] = ()
+        for size in sizes:
+            args = (cache.dense, params, table, zero, [draft(size)] * model.num_layers, zero)
+            self._begin_walk(*args)
+        begin = functools.partial(layer_walk.begin, **self._walking())
+        walk, _ = jax.eval_shape(begin, *args)
+        count = len(self.lookahead.walkers)
+        far, log_sum = (np.zeros((count, *tail), np.float32) for tail in (here, here[:1]))
+        for layer in range(dense, model.num_layers - 1):
+            near = self._two_layers(params, layer)
+            self._advance_walk(layer, walk, draft(1), zero, far, log_sum, *near)
+
+    def _walking(self) -> dict[str, Any]:
+        heads = self._static["selector"].spec.heads
+        return dict(model=self.model, lookahead=self.lookahead, heads=heads)
 
     def install(
         self,

@@ -33,6 +33,7 @@ from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.decoding.sparse_slots import SparseStates
 from herald_jax.engine.host_retrieval import HostRetrieval
 from herald_jax.engine.lane import LaneError
+from herald_jax.engine.layerwise_retrieval import LayerwiseRetrieval, WalkStart
 from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, StepPlan
 from herald_jax.engine.retrievals import Ask, DeviceRetrieval, Retrieval, RowFailure
 from herald_jax.engine.slot_arrays import (
@@ -47,6 +48,7 @@ from herald_jax.engine.slot_runner import CommittedBlock, PendingStep
 from herald_jax.engine.sparse_compiled import SparsePrograms
 from herald_jax.engine.stays import Stay
 from herald_jax.engine.streamed_step import streamed_step
+from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Params
 
 
@@ -101,7 +103,9 @@ class SparseRunner:
         else:
             embedding = params["embed_tokens"]["embedding"]
             device = next(iter(embedding.devices()))
-            self.retrieval = HostRetrieval(self.programs, cache, embedding.dtype, device)
+            is_layerwise = self.programs.lookahead.is_on_host
+            kind = LayerwiseRetrieval if is_layerwise else HostRetrieval
+            self.retrieval = kind(self.programs, cache, embedding.dtype, device)
             # Its thread would keep it, and the pinned memory, as long as the process lives.
             weakref.finalize(self, self.retrieval.close)
         self._tables = np.zeros((shape.rows, shape.row_tokens // shape.page_tokens), np.int32)
@@ -193,6 +197,8 @@ class SparseRunner:
             self.programs.warm_first_step(
                 spec, self._states, self.params, self._arrays.no_starts, alone
             )
+        if self.programs.lookahead.is_on_host:
+            self.programs.warm_walks(self._cache, self.params, self._tables[0], sizes)
         if looks or not self._shape.has_device_store:
             self._cache = self.retrieval.warmup(self._cache, self._queries(sizes))
 
@@ -297,8 +303,16 @@ class SparseRunner:
         args = (*self._arguments(begins, slots), ahead, options)
         self._cache, self._states, output, queries = self.programs.step(spec, *args)(*args)
         if asks:
+            if self.programs.lookahead.is_on_host:
+                queries = [self._walk(queries, at, ask) for at, ask in enumerate(asks)]
             self._cache = self.retrieval.ask(self._cache, queries, asks)
         return output
+
+    def _walk(self, drafts: Sequence[FreshKV], slot: int, ask: Ask) -> WalkStart:
+        """Masks on their way to the host's layers, behind the step that made the drafts."""
+        table, blocks = self._tables[ask.row].copy(), ask.target - 1
+        begin = (self._cache, self.params, table, blocks, drafts, slot)
+        return WalkStart(*self.programs.begin_walk(*begin), self.params)
 
     def _ask(self, slot: DecodeSlot) -> Ask | None:
         """The row's lookahead, if this step is to have it."""

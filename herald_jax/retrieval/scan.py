@@ -37,7 +37,9 @@ XLA_BUCKETS = 8
 
 _BITS = {"bfloat16": np.uint16, "float32": np.float32}
 
-_turn = threading.Lock()
+turn = threading.Lock()
+"""Held while a parallel loop of numba runs."""
+
 _compiled: set[tuple[str, int]] = set()
 
 
@@ -47,7 +49,8 @@ def _kernels() -> Any:
     return _kernels
 
 
-def _key_bits(dtype: Any) -> Any:
+def key_bits(dtype: Any) -> Any:
+    """The type that a loop reads keys of this dtype as."""
     name = np.dtype(dtype).name
     require_one_of("dtype of keys on the host", name, _BITS)
     return _BITS[name]
@@ -59,7 +62,8 @@ def _words(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint64 if row_bytes % 8 == 0 else np.uint16)
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same memory as loops are compiled to take it."""
     view = array.view()
     view.flags.writeable = False  # loops are compiled for arrays that they may not write
     return view
@@ -86,23 +90,23 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
     Raises:
         ConfigError: If keys of this dtype cannot be scanned on the host.
     """
-    bits = _key_bits(dtype)
+    bits = key_bits(dtype)
     words = _words(np.zeros((1, 1, head_dim), bits)).dtype
     key = (np.dtype(dtype).name, words.itemsize)
     if key in _compiled:
         return
     kernels = _kernels()
-    with _turn:
+    with turn:
         for function in kernels.PARALLEL:
             function.disable_compile(False)
         try:
             scratch = ScanScratch(1, 8, 1)
             spec = SelectionConfig()
             plan = plan_scan(scratch, 1, 1, spec, candidates=4, sinks=1, number=2)
-            k = _read_only(np.zeros((1, 8, head_dim), bits))
+            k = read_only(np.zeros((1, 8, head_dim), bits))
             cols = np.zeros((1, kernels.COLUMN_BLOCK, head_dim), np.float32)
             kernels.score_keys(plan, scratch.work, k, cols)
-            scores = _read_only(np.zeros((8, kernels.COLUMN_BLOCK), np.float32))
+            scores = read_only(np.zeros((8, kernels.COLUMN_BLOCK), np.float32))
             kernels.take_scores(plan, scratch.work, scores, 0)
             index = np.zeros((1, 3), np.int32)
             kernels.choose_keys(plan, scratch.work, index)
@@ -206,8 +210,8 @@ class NumbaScores:
 
     def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
         """Fills `logits`, `tops` and `sums`."""
-        bits = _read_only(k.view(_key_bits(k.dtype)))
-        with _turn:
+        bits = read_only(k.view(key_bits(k.dtype)))
+        with turn:
             _kernels().score_keys(plan, scratch.work, bits, cols)
 
 
@@ -236,8 +240,8 @@ class XlaScores:
             for head in range(k.shape[0])
         ]
         for head, result in enumerate(results):
-            scores = _read_only(np.asarray(result))
-            with _turn:
+            scores = read_only(np.asarray(result))
+            with turn:
                 _kernels().take_scores(plan, scratch.work, scores, head)
 
 
@@ -322,7 +326,7 @@ def scan_layer(
 
 def choose_scored(plan: Any, scratch: ScanScratch, index: Int[np.ndarray, "K n"]) -> None:
     """Fills `index` with the best of the keys whose logits a stage left in the scratch."""
-    with _turn:
+    with turn:
         _kernels().choose_keys(plan, scratch.work, index)
 
 
@@ -352,9 +356,9 @@ def gather_layer(
     if index[:, 0].min() < 0 or index[:, -1].max() >= k.shape[1]:
         raise IndexError(f"positions must be in 0 to {k.shape[1] - 1}")
     compile_scan(k.dtype, k.shape[2])
-    with _turn:
+    with turn:
         _kernels().gather(
-            _read_only(_words(k)), _read_only(_words(v)), index, _words(out_k), _words(out_v)
+            read_only(_words(k)), read_only(_words(v)), index, _words(out_k), _words(out_v)
         )
 
 
@@ -364,6 +368,6 @@ def count_common(before: Int[np.ndarray, "K n"], after: Int[np.ndarray, "K m"]) 
     `compile_scan` must have been called, for any dtype.
     """
     found = np.zeros(before.shape[0], np.int64)
-    with _turn:
+    with turn:
         _kernels().common(before, after, found)
     return int(found.sum())

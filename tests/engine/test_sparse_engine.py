@@ -170,7 +170,7 @@ def test_aborted_rows_leave_nothing_behind() -> None:
         (dict(selection_query="middle"), "selection_query='middle'"),
         (dict(selection_heads="all"), "selection_heads='all'"),
         (dict(selection_pooling="sum"), "selection_pooling='sum'"),
-        (dict(retrieval="layerwise"), "Take placement='device'"),
+        (dict(retrieval="layerwise", lookahead=False), "Take lookahead=True"),
         (dict(dilation_weight=2.0), "dilation_weight=2.0"),
     ],
 )
