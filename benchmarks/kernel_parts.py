@@ -16,10 +16,13 @@ from jax.sharding import SingleDeviceSharding
 import pallas_kernels
 from benchmarks.shapes import MODELS
 from benchmarks.timing import seconds_per_call
+from herald_jax.configs import ModelConfig
 from herald_jax.decoding import head
 from herald_jax.decoding.options import decoding_options, proposal_spec
+from herald_jax.decoding.propose import Proposal
 from herald_jax.sampling import SamplingParams
 from pallas_kernels import HeadNorms, Segment, reference
+from pallas_kernels.hopper import skinny_matmul
 
 BLOCK = 32
 EPSILON = 1e-6
@@ -45,9 +48,11 @@ class Sizes(NamedTuple):
     pool_megabytes: int = 512
     gathered: tuple[int, ...] = (16, 64, 128)
     model: str = "sdar-8b"
+    weights: tuple[tuple[int, int], ...] = ((4096, 12288), (12288, 4096), (4096, 4096))
+    product_rows: tuple[int, ...] = (32, 128, 256)
 
 
-TOY = Sizes(6, 2, 64, ((2, 96), (3, 32)), (1, 3), (1, 20), 4, (1, 2), "toy")
+TOY = Sizes(6, 2, 64, ((2, 96), (3, 32)), (1, 3), (1, 20), 4, (1, 2), "toy", ((128, 192),), (32,))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -245,9 +250,62 @@ def lm_head(sizes: Sizes) -> Iterator[Figures]:
             results[name] = jax.device_get(program(table, hidden))
             seconds = seconds_per_call(lambda: program(table, hidden), 5)  # noqa: B023
             figures |= {f"{name}_us": 1e6 * seconds, f"{name}_bytes": memory.temp_size_in_bytes}
-        same = np.array_equal(results["at_once"].tokens, results["in_parts"].tokens)
+        first = results["at_once"]
+        same = np.array_equal(first.tokens, results["in_parts"].tokens)
         figures["same_tokens"] = float(same)
+        if jax.default_backend() == "gpu" and rows * BLOCK <= skinny_matmul.MAX_ROWS:
+            figures |= _fused_head(hidden.reshape(rows * BLOCK, -1), table, config, first)
         yield Figures(f"lm_head_m{rows * BLOCK}", {"rows": rows, "block_length": BLOCK}, figures)
+
+
+def _fused_head(
+    hidden: jax.Array, table: jax.Array, config: ModelConfig, want: Proposal
+) -> dict[str, float]:
+    """The kernel that writes no logits, and how its decisions differ."""
+    ids = config.mask_token_id, config.tokenizer_vocab_size or config.vocab_size
+    programs = jax.devices()[0].core_count
+    run = jax.jit(lambda x, w: skinny_matmul.vocabulary(x, w, *ids, programs))
+    got = jax.device_get(run(hidden, table))
+    seconds = seconds_per_call(lambda: run(hidden, table), 5)
+    return {
+        "kernel_us": 1e6 * seconds,
+        "kernel_other_tokens": float((got.token != want.tokens.reshape(-1)).sum()),
+        "kernel_logprob_error": float(np.abs(got.logprob - want.logprob.reshape(-1)).max()),
+        "kernel_entropy_error": float(np.abs(got.entropy - want.entropy.reshape(-1)).max()),
+    }
+
+
+def skinny(sizes: Sizes) -> Iterator[Figures]:
+    """Products of few rows with weights, one after another, by the kernel and by the compiler."""
+    programs = jax.devices()[0].core_count if jax.default_backend() == "gpu" else 2
+    for inner, columns in sizes.weights:
+        # More weights than the L2 cache holds, each read once.
+        count = max(4, 400_000_000 // (2 * inner * columns)) if sizes.dim == 128 else 2
+        weights = [draw(i, (inner, columns)) * inner**-0.5 for i in range(count)]
+        for rows in sizes.product_rows:
+            x = draw(99, (rows, inner))
+
+            def chain(product: Any, x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+                for w in weights:
+                    x = x + product(x, w)[:, :1] * 1e-6
+                return x
+
+            kernel = functools.partial(skinny_matmul.matmul, programs=programs)
+            figures = {"bytes": 2.0 * inner * columns}
+            results = {}
+            for name, product in (("compiled", jnp.matmul), ("kernel", kernel)):
+                if name == "kernel" and jax.default_backend() != "gpu":
+                    continue
+                run = jax.jit(functools.partial(chain, product))
+                seconds = seconds_per_call(lambda: run(x, weights), 3) / count  # noqa: B023
+                figures[f"{name}_us"] = 1e6 * seconds
+                figures[f"{name}_bytes_per_second"] = figures["bytes"] / seconds
+                results[name] = np.asarray(jax.jit(product)(x, weights[0]), np.float32)
+            if "kernel" in results:
+                error = np.abs(results["kernel"] - results["compiled"]).max()
+                figures["largest_difference"] = float(error)
+            shapes = {"rows": rows, "inner": inner, "columns": columns}
+            yield Figures(f"skinny_m{rows}_{inner}x{columns}", shapes, figures)
 
 
 PARTS: dict[str, Callable[[Sizes], Iterator[Figures]]] = {
@@ -256,6 +314,7 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Figures]]] = {
     "append": append,
     "fused": fused,
     "head": lm_head,
+    "skinny": skinny,
 }
 
 

@@ -31,7 +31,7 @@ LOG2_E = math.log2(math.e)
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """A shared-memory buffer in the layout that the matrix unit and the copy engine agree on."""
     itemsize = jnp.dtype(dtype).itemsize
-    width = min(shape[-1] * itemsize, 128)
+    width = next(width for width in (128, 64, 32) if shape[-1] * itemsize % width == 0)
     transforms = (plgpu.TilingTransform((8, width // itemsize)), plgpu.SwizzleTransform(width))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -111,6 +111,14 @@ def add_weighted(total: jax.Array, weights: jax.Array, v: Any, interpreted: bool
     if interpreted:
         return total + jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
     accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, v))
+    return accumulate(plgpu.WGMMAAccumulatorRef.init(total))
+
+
+def add_product(total: jax.Array, x: Any, w: Any, interpreted: bool) -> jax.Array:
+    """Adds the product of two tiles in shared memory."""
+    if interpreted:
+        return total + jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+    accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, x, w))
     return accumulate(plgpu.WGMMAAccumulatorRef.init(total))
 
 

@@ -225,3 +225,23 @@ def test_append_kv(place: str) -> None:
     jax.block_until_ready(got)
     assert got.unsafe_buffer_pointer() == before
     np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100, 256])
+@pytest.mark.parametrize("columns", [320, 4096])
+def test_skinny_matmul(rows: int, columns: int) -> None:
+    from pallas_kernels.hopper.skinny_matmul import matmul, vocabulary
+
+    x, w = draw(1, rows, 1024), draw(2, 1024, columns)
+    got = jax.jit(matmul)(x, w)
+    assert_close(got, plainly(jnp.matmul, x, w))
+    x = x * 0.2
+    head = jax.jit(functools.partial(vocabulary, mask_id=3, end=columns - 30))(x, w)
+    logits = np.asarray(plainly(jnp.matmul, x, w), np.float64)
+    logits[:, 3] = logits[:, columns - 30 :] = -np.inf
+    top = logits.max(-1)
+    log_p = logits - top[:, None] - np.log(np.exp(logits - top[:, None]).sum(-1))[:, None]
+    np.testing.assert_array_equal(head.token, logits.argmax(-1))
+    np.testing.assert_allclose(head.logprob, log_p.max(-1), atol=1e-4)
+    terms = np.where(np.isinf(log_p), 0, np.exp(log_p) * log_p)
+    np.testing.assert_allclose(head.entropy, -terms.sum(-1), atol=1e-3)

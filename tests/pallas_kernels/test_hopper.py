@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import PagedSegment, Segment, reference
-from pallas_kernels.hopper import block_attention, key_importance, prefill_attention, tiles
+from pallas_kernels.hopper import (
+    block_attention,
+    key_importance,
+    prefill_attention,
+    skinny_matmul,
+    tiles,
+)
 from pallas_kernels.hopper.block_attention import Tiles
 
 BF16 = jnp.bfloat16
@@ -101,6 +107,34 @@ def test_key_importance(pooling: Literal["max", "mean"]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
+def test_skinny_matmul(splits: int) -> None:
+    """The last tile of columns is half full; more tiles than programs."""
+    x, w = draw(1, 70, 256), draw(2, 256, 320)
+    cut = skinny_matmul.Cut(2, 128, 64, 2, splits, 2)
+    got = skinny_matmul.matmul(x, w, cut, interpret=tiles.interpreter())
+    want = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_vocabulary() -> None:
+    """Hidden ids in the middle and at the end, and a tie between two tiles."""
+    x, w = draw(1, 66, 128) * 0.2, draw(2, 128, 320)
+    w = w.at[:, 9].multiply(4)
+    w = w.at[:, 200].set(w[:, 9])
+    cut = skinny_matmul.Cut(2, 128, 64, 2, 1, 2)
+    got = skinny_matmul.vocabulary(x, w, 7, 290, cut=cut, interpret=tiles.interpreter())
+    logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    log_p = jax.nn.log_softmax(logits.at[:, 7].set(-jnp.inf).at[:, 290:].set(-jnp.inf))
+    np.testing.assert_array_equal(got.token, log_p.argmax(-1))
+    assert (np.asarray(got.token) == 9).any()
+    np.testing.assert_allclose(got.logprob, log_p.max(-1), atol=1e-5)
+    entropy = -jnp.where(jnp.isneginf(log_p), 0, jnp.exp(log_p) * log_p).sum(-1)
+    np.testing.assert_allclose(got.entropy, entropy, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_prefill_attention() -> None:
     k, v = draw(1, 1, 1, 88, 64), draw(2, 1, 1, 88, 64)
     k, v = k.at[:, :, 72:].set(jnp.nan), v.at[:, :, 72:].set(jnp.inf)
@@ -149,6 +183,14 @@ def test_importance_lowers(dim: int, group: int, block: int) -> None:
     q, lse = shape(3, block, 2 * group, dim), shape(3, block, 2 * group, dtype=jnp.float32)
     lower(functools.partial(key_importance.key_importance, pooling="max"), q, lse, segment=pages)
     lower(functools.partial(block_attention.segment_attention, with_lse=True), q, [rows, pages])
+
+
+@pytest.mark.parametrize("rows", [32, 128, 256])
+def test_skinny_matmul_lowers(rows: int) -> None:
+    for inner, columns in ((4096, 12288), (12288, 4096), (4096, 1024)):
+        lower(skinny_matmul.matmul, shape(rows, inner), shape(inner, columns))
+    head = functools.partial(skinny_matmul.vocabulary, mask_id=5, end=999)
+    lower(head, shape(rows, 256), shape(256, 1024))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
