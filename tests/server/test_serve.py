@@ -1,4 +1,7 @@
-"""`herald serve` as a process, with a real model: start, answers, and the end by SIGTERM."""
+"""`herald serve` as a process, with a real model and a sparse cache on the host.
+
+Start, answers, and the end by SIGTERM; the other tests of the server have a scripted engine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from herald_jax import LLM, ModelConfig, SamplingParams
+from herald_jax import LLM, CacheConfig, ModelConfig, SamplingParams
 from herald_jax.cli import main
 from herald_jax.server.limits import (
     ServerLimits,
@@ -67,6 +70,7 @@ def test_a_process_serves_drains_and_exits_with_0(model, tmp_path):
         sys.executable, "-m", "herald_jax.cli", "serve", "--model", model, "--port", "0",
         "--no-warmup", "--max-num-seqs", "1", "--max-model-len", "8192", "--drain-seconds", "1",
         "--max-prefill-tokens", "16", "--api-key-file", str(key_file), "--served-model-name", "t",
+        "--cache", "placement=host", "budget=24", "dense_layers=0",
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
@@ -111,7 +115,8 @@ def test_a_process_serves_drains_and_exits_with_0(model, tmp_path):
         assert process.stderr is not None
         process.stderr.close()
     assert not any("Traceback" in line or KEY in line for line in lines), lines
-    llm = LLM(model, max_num_seqs=1, max_model_len=8192, max_prefill_tokens=16)
+    cache = CacheConfig(placement="host", budget=24, dense_layers=0)
+    llm = LLM(model, max_num_seqs=1, max_model_len=8192, max_prefill_tokens=16, cache=cache)
     options = SamplingParams(max_tokens=16, ignore_eos=True)
     expected = llm.generate("Once", options)[0].outputs[0].text
     assert text and (text.startswith(expected) or expected.startswith(text))
