@@ -51,7 +51,7 @@ class CacheConfig:
     """
 
     placement: str = "host"
-    budget: float | int = 0.05
+    budget: float | int = 0.1
     dense_layers: int = 2
     recent_blocks: int = 1
     sink_tokens: int = 4

@@ -1,4 +1,4 @@
-"""`--cache placement=host budget=0.05 ...`: the fields of `CacheConfig` on the command line."""
+"""`--cache placement=host budget=0.1 ...`: the fields of `CacheConfig` on the command line."""
 
 from __future__ import annotations
 

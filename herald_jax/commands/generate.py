@@ -42,7 +42,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
         nargs="*",
         action=CacheAction,
         metavar="FIELD=VALUE",
-        help="sparse KV cache, as placement=host budget=0.05 (a share; budget=64: tokens); "
+        help="sparse KV cache, as placement=host budget=0.1 (a share; budget=64: tokens); "
         "fields of CacheConfig",
     ),
     "tokenizer": dict(metavar="DIR", help="folder of another tokenizer than the model's"),
