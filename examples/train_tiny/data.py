@@ -118,7 +118,7 @@ def noise(rng, documents: list[Document], mixture: Mixture, blocks: int) -> dict
 class Batches:
     """Builds any batch of a mixture from the tokenized training text."""
 
-    def __init__(self, tokenizer, text: np.ndarray, mixture: Mixture):
+    def __init__(self, tokenizer, text: np.ndarray, mixture):
         novels_end = np.flatnonzero(text == EOS)[NOVELS - 1]
         self.mixture = mixture
         self.tasks = Tasks(tokenizer, Prose(text, tokenizer), plain=mixture.plain)
@@ -136,27 +136,36 @@ class Batches:
         return noise(rng, documents, self.mixture, blocks)
 
 
-def _work(queue, mixture, sizes, seed, first, last, stride) -> None:
+def _work(queue, kind, mixture, sizes, seed, first, last, stride) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from examples.train_tiny import tokenizer
 
-    batches = Batches(tokenizer.load(), np.load(corpus.DATA / "train.npy"), mixture)
+    batches = kind(tokenizer.load(), np.load(corpus.DATA / "train.npy"), mixture)
     for step in range(first, last, stride):
         queue.put(batches(sizes[step % len(sizes)], [*seed, step]))
 
 
-def stream(mixture: Mixture, sizes, seed: list[int], first: int, last: int) -> Iterator[dict]:
-    """Batches of steps `first` to `last`, made by all processor cores but two."""
+def stream(mixture, sizes, seed: list[int], first: int, last: int, kind=Batches) -> Iterator[dict]:
+    """Batches of steps `first` to `last`, made by all processor cores but two.
+
+    Args:
+      mixture: what `kind` is made with, besides tokenizer and text.
+      kind: a class whose objects are called with one of `sizes` and a seed.
+    """
     context = multiprocessing.get_context("spawn")
     count = max(1, min((os.cpu_count() or 2) - 2, last - first))
     queues = [context.Queue(maxsize=4) for _ in range(count)]
     workers = [
         context.Process(
-            target=_work, args=(q, mixture, sizes, seed, first + i, last, count), daemon=True
+            target=_work, args=(q, kind, mixture, sizes, seed, first + i, last, count), daemon=True
         )
         for i, q in enumerate(queues)
     ]
     for worker in workers:
         worker.start()
-    for step in range(first, last):
-        yield queues[(step - first) % count].get()
+    try:
+        for step in range(first, last):
+            yield queues[(step - first) % count].get()
+    finally:
+        for worker in workers:
+            worker.terminate()

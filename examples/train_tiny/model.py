@@ -14,7 +14,10 @@ from examples.train_tiny.attention import BLOCK, attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of the model; the defaults are the 5.9M-parameter model in `assets/tiny-sdar`."""
+    """Sizes of the model; the defaults are the 5.9M-parameter model in `assets/tiny-sdar`.
+
+    `qk_norm` is an RMS norm of every query and key head; with `tied` the head is the embedding.
+    """
 
     vocabulary: int = 2048
     layers: int = 8
@@ -25,9 +28,12 @@ class Shape:
     head_dim: int = 64
     rope_theta: float = 1e6
     eps: float = 1e-6
+    qk_norm: bool = True
+    tied: bool = True
 
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+TOP = ("embed", "norm_final", "head")  # what no layer holds
 
 
 def init(key, shape: Shape) -> dict:
@@ -51,9 +57,11 @@ def init(key, shape: Shape) -> dict:
         params[name] = gain * rows**-0.5 * noise
     for name in ("norm_attention", "norm_mlp"):
         params[name] = jnp.ones((shape.layers, hidden))
-    for name in ("norm_q", "norm_k"):
+    for name in ("norm_q", "norm_k") if shape.qk_norm else ():
         params[name] = jnp.full((shape.layers, shape.head_dim), 1.2, jnp.float32)
     params["norm_final"] = jnp.ones((hidden,))
+    if not shape.tied:
+        params["head"] = params["embed"]
     return params
 
 
@@ -104,9 +112,9 @@ def layer(p: dict, x, tables, attend, shape: Shape):
     q = (h @ p["q"]).reshape(batch, tokens, shape.heads, shape.head_dim)
     k = (h @ p["k"]).reshape(batch, tokens, shape.kv_heads, shape.head_dim)
     v = (h @ p["v"]).reshape(batch, tokens, shape.kv_heads, shape.head_dim)
-    q = rotate(rms_norm(q, p["norm_q"], shape.eps), tables)
-    k = rotate(rms_norm(k, p["norm_k"], shape.eps), tables)
-    out, extra = attend(q, k, v)
+    if shape.qk_norm:
+        q, k = rms_norm(q, p["norm_q"], shape.eps), rms_norm(k, p["norm_k"], shape.eps)
+    out, extra = attend(rotate(q, tables), rotate(k, tables), v)
     x = x + out.reshape(batch, tokens, -1) @ p["o"]
     h = rms_norm(x, p["norm_mlp"], shape.eps)
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], extra
@@ -114,13 +122,14 @@ def layer(p: dict, x, tables, attend, shape: Shape):
 
 def layer_params(params: dict, index: int) -> dict:
     """The parameters of one layer."""
-    return {name: a[index] for name, a in params.items() if name not in ("embed", "norm_final")}
+    return {name: a[index] for name, a in params.items() if name not in TOP}
 
 
 def logits(params: dict, x, shape: Shape):
-    """Float32 logits through the tied embedding."""
+    """Float32 logits through the head, or the embedding where they are tied."""
     h = rms_norm(x, params["norm_final"], shape.eps)
-    return jnp.einsum("...d,vd->...v", h, params["embed"], preferred_element_type=jnp.float32)
+    head = params["embed" if shape.tied else "head"]
+    return jnp.einsum("...d,vd->...v", h, head, preferred_element_type=jnp.float32)
 
 
 def noised_logits(params: dict, batch: dict, shape: Shape, *, kernel: bool):

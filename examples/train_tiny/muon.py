@@ -37,7 +37,9 @@ def init(params: dict) -> dict:
     }
 
 
-def update(params: dict, grads: dict, state: dict, scale) -> tuple[dict, dict]:
+def update(
+    params: dict, grads: dict, state: dict, scale, *, decay: float = MUON_DECAY
+) -> tuple[dict, dict]:
     """New parameters and state; `scale` multiplies both learning rates."""
     step = state["step"] + 1
     count = step.astype(jnp.float32)
@@ -49,7 +51,7 @@ def update(params: dict, grads: dict, state: dict, scale) -> tuple[dict, dict]:
         rows, columns = params[name].shape[-2:]
         rate = scale * MUON_RATE
         shape_gain = max(1.0, columns / rows) ** 0.5
-        new[name] = params[name] * (1 - rate * MUON_DECAY) - rate * shape_gain * direction
+        new[name] = params[name] * (1 - rate * decay) - rate * shape_gain * direction
     rest = {name: grads[name] for name in state["first"]}
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in rest.values()))
     clip = jnp.minimum(1.0, CLIP / (norm + 1e-9))
