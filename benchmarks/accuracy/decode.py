@@ -25,13 +25,13 @@ from benchmarks.accuracy.passes import (
     prefill,
 )
 from benchmarks.accuracy.selecting import measure, select
-from herald_jax.cache.budget import POOL_TOKENS
+from herald_jax.cache.budget import POOL_TOKENS, Budget
 from herald_jax.cache.dense import DenseCache
 from herald_jax.cache.layout import round_up
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.steps import BlockState
 from herald_jax.models.decoder import Params
-from herald_jax.retrieval import query_positions, wanted_tokens
+from herald_jax.retrieval import query_positions
 
 PREFILL_TOKENS = 128
 SPAN_STEP = 1024
@@ -292,7 +292,8 @@ class Batch:
         layout, block = self._layout, self._config.block_length
         index = self._first + nth
         candidates = np.maximum(index - layout.recent_blocks, 0) * block
-        wanted = np.asarray(wanted_tokens(arm.budget, index * block), np.int32)
+        budget = Budget(arm.budget, layout.sink_tokens, layout.recent_blocks, block)
+        wanted = np.asarray([budget.wanted(int(own)) for own in index], np.int32)
         need = int(min(wanted.max(), candidates.max())) + layout.sink_tokens
         if need > self._pool_tokens:
             raise ValueError(f"{arm.name} selects {need} tokens, pools have {self._pool_tokens}")
@@ -360,7 +361,7 @@ def span_of(text_tokens: int, capacity: int) -> int:
 def pool_tokens_for(arms: Sequence[Arm], layout: Layout, longest: int) -> int:
     """Entries that the pools of these arms need for prompts and answers of `longest` tokens."""
     most = max((arm.budget for arm in arms if arm.source != "none"), default=0.0)
-    wanted = int(wanted_tokens(most, longest)) if most else 0
+    wanted = Budget(most, 0, 0, block_length=1).wanted(longest) if most else 0
     return round_up(wanted + layout.sink_tokens, POOL_TOKENS)
 
 

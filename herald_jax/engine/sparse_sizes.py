@@ -35,14 +35,14 @@ def sparse_shape(cache: CacheConfig, model: ModelConfig, rows: int, longest: int
     """The arrays of an engine with so many rows for texts of `longest` tokens."""
     block = model.block_length
     page_tokens = round_up(PAGE_TOKENS, block)
-    row_tokens = round_up(longest, page_tokens)
+    row_tokens, blocks = round_up(longest, page_tokens), -(-longest // block)
     return SparseShape(
         rows=rows,
         dense_layers=cache.dense_layers,
         num_pages=rows * row_tokens // page_tokens,
         page_tokens=page_tokens,
-        pool_tokens=cache.budget_of(block).pool_tokens(-(-longest // block)),
-        recent_blocks=cache.recent_blocks,
+        pool_tokens=cache.budget_of(block).pool_tokens(blocks),
+        recent_blocks=min(cache.recent_blocks, blocks),
         row_tokens=row_tokens,
         has_device_store=cache.placement == "device",
         has_key_index=cache.key_index != "none",
@@ -101,19 +101,24 @@ def size_sparse_engine(
             longest //= 2
     need = _needs(cache, model, rows, longest, itemsize)
     if not fits(rows, longest):
-        limits = [("device", need.device, free_bytes), ("host", need.host, host_bytes)]
+        fewer = "max_num_seqs, max_model_len, the cache's budget, recent_blocks or dense_layers"
+        device = f"lower {fewer}, or raise device_memory_fraction"
+        host = (
+            "lower max_num_seqs or max_model_len, or raise dense_layers or the cache's host_bytes"
+        )
+        limits = [
+            ("device memory", need.device, free_bytes, device),
+            ("host memory", need.host, host_bytes, host),
+        ]
         if engine.kv_cache_bytes is not None:
-            limits.append(("kv_cache_bytes", need.pool, engine.kv_cache_bytes))
-        short = [
-            f"{need / 1e9:.3g} GB of {name} memory ({have / 1e9:.3g} GB are there)"
-            for name, need, have in limits
+            limit = f"lower {fewer}, or raise kv_cache_bytes"
+            limits.append(("kv_cache_bytes", need.pool, engine.kv_cache_bytes, limit))
+        faults = [
+            f"{_amount(need)} of {name} ({_amount(have)} are there): {remedy}"
+            for name, need, have, remedy in limits
             if need > have
         ]
-        raise ConfigError(
-            f"{rows} rows of max_model_len={longest} need {' and '.join(short)}. Lower "
-            "max_num_seqs, max_model_len, the cache's budget or dense_layers, or raise "
-            "device_memory_fraction, kv_cache_bytes or the cache's host_bytes."
-        )
+        raise ConfigError(f"{rows} rows of max_model_len={longest} need {'; and '.join(faults)}.")
     shape = sparse_shape(cache, model, rows, longest)
     return EngineSizes(
         max_model_len=longest,
@@ -127,6 +132,14 @@ def size_sparse_engine(
         sparse=shape,
         host_bytes=need.host,
     )
+
+
+def _amount(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} bytes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from herald_jax.retrieval.select import (
     columns,
     gather_rows,
     importance,
-    wanted_tokens,
 )
 from herald_jax.retrieval.settings import SelectionConfig
 
@@ -19,5 +18,4 @@ __all__ = [
     "gather_rows",
     "importance",
     "query_positions",
-    "wanted_tokens",
 ]

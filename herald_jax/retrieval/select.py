@@ -12,9 +12,6 @@ set wherever it is computed, except where two scores are closer than rounding.
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,37 +22,6 @@ from herald_jax.retrieval.settings import SelectionConfig
 
 BROKEN_SCORE = -1.0
 """Score of a candidate that has no number for a score."""
-
-_Tokens = TypeVar("_Tokens")
-
-
-def wanted_tokens(budget: float | int, prefix_tokens: _Tokens) -> _Tokens:
-    """Entries that a budget asks of a prefix: a share of it, rounded up, or a fixed number.
-
-    Exact on Python integers and on int32 arrays alike, so that the host and the device, which
-    both size the same pool, never differ by one.
-
-    Args:
-        budget: A float in (0, 1] is a share of the prefix, taken as the nearest fraction with
-            a denominator of at most 10^6; an int is a number of tokens.
-        prefix_tokens: Tokens of the prefix, an int or an array of int32.
-
-    Example:
-        >>> wanted_tokens(0.05, 961), wanted_tokens(64, 961)
-        (49, 64)
-    """
-    tokens: _Tokens = prefix_tokens
-    if isinstance(budget, int):
-        return tokens * 0 + budget  # type: ignore[operator]
-    share = max(Fraction(budget).limit_denominator(10**6), Fraction(1, 10**6))
-    # Long division in digits of 10 bits: every product stays below 2^31.
-    whole = rest = 0
-    for shift in (30, 20, 10, 0):
-        digit = (tokens >> shift) % 1024  # type: ignore[operator]
-        rest = rest * 1024 + digit * share.numerator
-        whole = whole * 1024 + rest // share.denominator
-        rest = rest % share.denominator
-    return whole + (rest + share.denominator - 1) // share.denominator
 
 
 def columns(q: Float[Array, "M n H D"], num_kv_heads: int, heads: str) -> Float[Array, "M K c D"]:

@@ -10,6 +10,7 @@ import pytest
 
 from herald_jax import LLM, CacheConfig, ConfigError, SamplingParams
 from herald_jax.engine.slot_arrays import SAMPLED
+from herald_jax.engine.sparse_sizes import sparse_shape
 from tests.engine.sparse_engines import (
     CONFIG,
     LENGTHS,
@@ -88,6 +89,12 @@ def test_the_first_step_of_the_first_block_sees_the_whole_prompt(lookahead: bool
     assert texts(sparse, once) == texts(whole, once)
     # Without lookahead the first step of every block sees everything.
     assert (texts(sparse, twice) == texts(whole, twice)) == (not lookahead)
+
+
+def test_a_row_has_no_more_recent_blocks_than_its_text() -> None:
+    many = CacheConfig(recent_blocks=1000)
+    assert sparse_shape(many, CONFIG, rows=2, longest=37).recent_blocks == 10
+    assert sparse_shape(CacheConfig(recent_blocks=3), CONFIG, 2, longest=37).recent_blocks == 3
 
 
 def test_what_is_attended_adds_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from slow_selection import slow_choice, slow_columns, slow_scores
 
 from herald_jax import ConfigError
+from herald_jax.cache.budget import Budget
 from herald_jax.retrieval import (
     SelectionConfig,
     choose,
@@ -16,7 +19,6 @@ from herald_jax.retrieval import (
     columns,
     gather_rows,
     importance,
-    wanted_tokens,
 )
 
 SLOTS, POSITIONS, HEADS, KV_HEADS, KEYS, DIM = 3, 5, 6, 2, 41, 8
@@ -153,15 +155,10 @@ def test_gather_rows(data):
             np.testing.assert_array_equal(rows[slot, head], k[slot, head][index[slot, head]])
 
 
-@pytest.mark.parametrize("budget", [0.05, 0.1, 0.025, 1 / 3, 0.999999, 1.0, 1e-9, 0.123456, 7])
-def test_wanted_tokens_are_the_same_on_the_host_and_the_device(budget):
+@pytest.mark.parametrize("budget", [0.05, 0.1, 0.025, 0.999999, 1.0, 1e-9, 0.123456, 7])
+def test_a_share_is_its_decimal_number(budget):
     """Exact: 5 % of 1,000 tokens are 50 and not 51, although 0.05 * 1000 is not exact."""
-    from fractions import Fraction
-
-    share = max(Fraction(budget).limit_denominator(10**6), Fraction(1, 10**6))
-    lengths = [0, 1, 19, 20, 21, 992, 1000, 32768, 131_072, 1_000_003, 2**30 + 12345]
-    expected = [budget if isinstance(budget, int) else -(-share * n // 1) for n in lengths]
-    assert [wanted_tokens(budget, n) for n in lengths] == expected
-    on_device = jax.jit(wanted_tokens, static_argnums=0)(budget, jnp.asarray(lengths, jnp.int32))
-    assert on_device.dtype == jnp.int32
-    assert on_device.tolist() == expected
+    share = Fraction(str(budget))
+    for index in (0, 1, 19, 20, 21, 992, 1000, 32768, 131_072, 1_000_003, 2**30 + 12345):
+        expected = budget if isinstance(budget, int) else -(-share * index * 5 // 1)
+        assert Budget(budget, 4, 1, block_length=5).wanted(index) == expected
