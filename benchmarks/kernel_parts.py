@@ -42,17 +42,23 @@ class Sizes(NamedTuple):
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
-    contexts: tuple[tuple[int, int], ...] = ((8, 32768), (32, 8192))
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    contexts: tuple[tuple[int, int], ...] = ((8, 32768),)
+    rows: tuple[int, ...] = (1, 4, 16)
     head_rows: tuple[int, ...] = (1, 8, 32)
     pool_megabytes: int = 512
     gathered: tuple[int, ...] = (16, 64, 128)
     model: str = "sdar-8b"
-    weights: tuple[tuple[int, int], ...] = ((4096, 12288), (12288, 4096), (4096, 4096))
-    product_rows: tuple[int, ...] = (32, 128, 256)
+    weights: tuple[tuple[int, int], ...] = ((4096, 12288), (4096, 4096), (12288, 4096))
+    product_rows: tuple[int, ...] = (32, 128)
 
+
+FULL = Sizes()
+
+QUICK = FULL._replace(rows=(1, 16), head_rows=(8, 32), gathered=(64, 128), product_rows=(32,))
 
 TOY = Sizes(6, 2, 64, ((2, 96), (3, 32)), (1, 3), (1, 20), 4, (1, 2), "toy", ((128, 192),), (32,))
+
+SIZES = {"full": FULL, "quick": QUICK, "toy": TOY}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -61,67 +67,48 @@ def draw(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Ar
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def loop_seconds(body: Callable[[Any], Any], start: Any, calls: int = 20) -> float:
-    """Seconds of one of `calls` rounds of a loop in one program, which takes over `start`."""
-    program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, x: body(x), x), donate_argnums=0)
+def loop_seconds(body: Callable[..., Any], start: Any, *fixed: Any, calls: int = 20) -> float:
+    """Seconds of one of `calls` rounds of a loop in one program, which takes over `start`.
+
+    What does not change is `fixed` and not closed over: a program would hold it as constants.
+    """
+    program = jax.jit(
+        lambda x, *fixed: lax.fori_loop(0, calls, lambda _, x: body(x, *fixed), x),
+        donate_argnums=0,
+    )
     holder = [start]
 
     def run() -> Any:
-        holder[0] = program(holder[0])
+        holder[0] = program(holder[0], *fixed)
         return holder[0]
 
-    return seconds_per_call(run, 2) / calls
+    return seconds_per_call(run, 2, samples=3) / calls
 
 
 def importance(sizes: Sizes) -> Iterator[Figures]:
     """Attention with its log-sum-exp, then the importance of every key of the prefix."""
+
+    def attend(q: jax.Array, _: jax.Array, segment: Segment) -> jax.Array:
+        out, lse = pallas_kernels.segment_attention(q, [segment], True)
+        return out + lse[..., None].astype(out.dtype) * 1e-3
+
+    def score(form: Any, q: jax.Array, lse: jax.Array, segment: Segment) -> jax.Array:
+        return q + form.key_importance(q, lse, segment, "max").max().astype(q.dtype)
+
     for rows, tokens in sizes.contexts:
         q = draw(0, (rows, BLOCK, sizes.heads, sizes.dim))
         k, v = (draw(i, (rows, sizes.kv_heads, tokens, sizes.dim)) for i in (1, 2))
         index, lengths = jnp.arange(rows, dtype=jnp.int32), jnp.full((rows,), tokens, jnp.int32)
-
-        def run(
-            q: jax.Array, k: Any = k, v: Any = v, index: Any = index, lengths: Any = lengths
-        ) -> jax.Array:
-            out, lse = pallas_kernels.segment_attention(q, [Segment(k, v, index, lengths)], True)
-            return out + lse[..., None].astype(out.dtype) * 1e-3
-
-        _, lse = jax.jit(lambda q, s: pallas_kernels.segment_attention(q, [s], True))(
-            q, Segment(k, v, index, lengths)
-        )
-
-        def score(
-            q: jax.Array,
-            k: Any = k,
-            v: Any = v,
-            index: Any = index,
-            lengths: Any = lengths,
-            lse: Any = lse,
-        ) -> jax.Array:
-            got = pallas_kernels.key_importance(q, lse, Segment(k, v, index, lengths), "max")
-            return q + got.max().astype(q.dtype)
-
-        def plain(
-            q: jax.Array,
-            k: Any = k,
-            v: Any = v,
-            index: Any = index,
-            lengths: Any = lengths,
-            lse: Any = lse,
-        ) -> jax.Array:
-            got = reference.key_importance(q, lse, Segment(k, v, index, lengths), "max")
-            return q + got.max().astype(q.dtype)
-
-        yield Figures(
-            f"importance_r{rows}_s{tokens}",
-            {"rows": rows, "tokens": tokens, "pooling": "max"},
-            {
-                "attention_with_lse_us": 1e6 * loop_seconds(run, q + 0, 10),
-                "importance_us": 1e6 * loop_seconds(score, q + 0, 10),
-                "plain_importance_us": 1e6 * loop_seconds(plain, q + 0, 2),
-                "bytes": float(k.nbytes),
-            },
-        )
+        fixed = jnp.full(q.shape[:3], 10.0, jnp.float32), Segment(k, v, index, lengths)
+        figures = {"bytes": float(k.nbytes)}
+        for name, body, calls in (
+            ("importance", functools.partial(score, pallas_kernels), 10),
+            ("attention_with_lse", attend, 10),
+            ("plain_importance", functools.partial(score, reference), 2),
+        ):
+            figures[f"{name}_us"] = 1e6 * loop_seconds(body, q + 0, *fixed, calls=calls)
+        shapes = {"rows": rows, "tokens": tokens, "pooling": "max"}
+        yield Figures(f"importance_r{rows}_s{tokens}", shapes, figures)
 
 
 def gather(sizes: Sizes) -> Iterator[Figures]:
@@ -193,17 +180,14 @@ def fused(sizes: Sizes) -> Iterator[Figures]:
         norms = HeadNorms(draw(5, (sizes.dim,)), draw(6, (sizes.dim,)), EPSILON)
         angles = draw(7, (rows, BLOCK, sizes.dim // 2), jnp.float32)
         index = jnp.arange(rows, dtype=jnp.int32)
-        fixed = (k, v, norms, jnp.cos(angles), jnp.sin(angles))
+        fixed = (k, v, norms.q, norms.k, jnp.cos(angles), jnp.sin(angles), index)
 
-        def kernel(carry: tuple, fixed: tuple = fixed, index: Any = index) -> tuple:
+        def append_to(form: Any, carry: tuple, k: Any, v: Any, *rest: jax.Array) -> tuple:
             q, k_pool, v_pool = carry
-            inputs: Any = (q, *fixed, k_pool, v_pool, index, index * 8)
-            return pallas_kernels.fused_qkv_rope_append(*inputs)
-
-        def compiled(carry: tuple, fixed: tuple = fixed, index: Any = index) -> tuple:
-            q, k_pool, v_pool = carry
-            inputs: Any = (q, *fixed, k_pool, v_pool, index, index * 8)
-            return reference.fused_qkv_rope_append(*inputs)
+            q_gain, k_gain, cos, sin, index = rest
+            norms = HeadNorms(q_gain, k_gain, EPSILON)
+            inputs: Any = (q, k, v, norms, cos, sin, k_pool, v_pool, index, index * 8)
+            return form.fused_qkv_rope_append(*inputs)
 
         def start(rows: int = rows, q: jax.Array = q) -> tuple:
             pools = [draw(i, (rows, sizes.kv_heads, 4096, sizes.dim)) for i in (8, 9)]
@@ -213,8 +197,11 @@ def fused(sizes: Sizes) -> Iterator[Figures]:
             f"fused_qkv_rope_append_m{rows * BLOCK}",
             {"rows": rows, "block_length": BLOCK},
             {
-                "kernel_us": 1e6 * loop_seconds(kernel, start()),
-                "compiled_us": 1e6 * loop_seconds(compiled, start()),
+                f"{name}_us": 1e6
+                * loop_seconds(functools.partial(append_to, form), start(), *fixed)
+                for name, form in (("kernel", pallas_kernels), ("compiled", reference))
+            }
+            | {
                 "bytes": 2.0 * (q.nbytes + k.nbytes + v.nbytes),
             },
         )
@@ -309,22 +296,29 @@ def skinny(sizes: Sizes) -> Iterator[Figures]:
 
 
 PARTS: dict[str, Callable[[Sizes], Iterator[Figures]]] = {
-    "importance": importance,
-    "gather": gather,
     "append": append,
+    "gather": gather,
     "fused": fused,
     "head": lm_head,
     "skinny": skinny,
+    "importance": importance,
 }
 
 
-def measure(name: str, sizes: Sizes) -> Iterator[Figures]:
-    """The records of a part, printed as they come; a failure is printed and ends the part."""
+def measure(name: str, sizes: Sizes, seconds: float = 300.0) -> Iterator[Figures]:
+    """The records of a part, printed as they come; a failure is printed and ends the part.
+
+    After `seconds` no further row is begun.
+    """
     begin = time.perf_counter()
+    print(f"{name} ...", flush=True)
     try:
         for row in PARTS[name](sizes):
             shown = {key: float(f"{value:.4g}") for key, value in row.figures.items()}
             print(f"{row.name}: {shown} ({time.perf_counter() - begin:.0f} s)", flush=True)
             yield row
+            if time.perf_counter() - begin > seconds:
+                print(f"{name}: no more rows after {seconds:.0f} s", flush=True)
+                break
     except Exception as error:  # one part that fails must not end the run
         print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)

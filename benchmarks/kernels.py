@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels
-from benchmarks.kernel_parts import PARTS, TOY, Sizes, measure
+from benchmarks.kernel_parts import PARTS, SIZES, measure
 from benchmarks.record import RESULTS, current_commit, write_record
 from benchmarks.timing import measured_bandwidth, measured_matmul_rate, seconds_per_call
 from pallas_kernels import Segment, reference
@@ -64,9 +64,16 @@ BLOCK_LENGTH = 32
 KERNELS = ("block", "prefill", *PARTS)
 
 VARIANTS = {
-    "transposed": {"is_direct": False, "slack": -1},
-    "in_place": {"is_direct": True, "slack": -1},
-    "in_place_whole": {"is_direct": True, "slack": 6},
+    "in_place": {"is_direct": True, "slack": 6},
+    "ordered": {"is_direct": True, "slack": 6, "is_ordered": True},
+    "tails": {"is_direct": True, "slack": 6, "is_ordered": True, "splits_tails": True},
+    "ahead": {
+        "is_direct": True,
+        "slack": 6,
+        "is_ordered": True,
+        "splits_tails": True,
+        "waits_ahead": True,
+    },
 }
 """Cuts of the block kernel that are measured beside the one in use."""
 
@@ -233,8 +240,9 @@ def prefill_row(model: str, chunk: int, prefix: int, calls: int) -> dict[str, An
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures every row, prints it and writes its record."""
-    bandwidth = measured_bandwidth(0.01 if arguments.toy else arguments.copy_gigabytes)
-    rate = measured_matmul_rate(256 if arguments.toy else 8192)
+    is_toy = arguments.sizes == "toy"
+    bandwidth = measured_bandwidth(0.01 if is_toy else arguments.copy_gigabytes)
+    rate = measured_matmul_rate(256 if is_toy else 8192)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s")
 
     def report(name: str, shapes: dict[str, Any], row: dict[str, Any]) -> None:
@@ -280,12 +288,12 @@ def main(arguments: argparse.Namespace) -> None:
     for part in PARTS:
         if part not in arguments.kernels:
             continue
-        for row in measure(part, TOY if arguments.toy else Sizes()):
+        for row in measure(part, SIZES[arguments.sizes], arguments.seconds):
             write_record(
                 f"kernels_{row.name}",
                 commit=arguments.commit or current_commit(),
                 shapes={"dtype": "bfloat16", "model": "sdar-8b", **row.shapes},
-                settings={"toy": arguments.toy},
+                settings={"sizes": arguments.sizes},
                 figures={
                     **row.figures,
                     "copy_bytes_per_second_on_device": bandwidth,
@@ -301,7 +309,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, default=10, help="calls in a program")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)
     parser.add_argument("--only", nargs="+", help="block rows to measure, as sdar-8b_r32_s8k")
-    parser.add_argument("--toy", action="store_true", help="small parts, for a CPU")
+    parser.add_argument("--seconds", type=float, default=300.0, help="bound of each small part")
+    parser.add_argument("--sizes", choices=SIZES, default="full", help="toy is for a CPU")
     parser.add_argument("--copy-gigabytes", type=float, default=2.0)
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")

@@ -54,6 +54,12 @@ class Tiles(NamedTuple):
     unit that is one piece is written at once."""
     slack: int = -1
     """Tiles beyond its equal share that a program may get so that units stay whole; -1 for none."""
+    is_ordered: bool = False
+    """Whether a tile's softmax is finished before the other warpgroup's turn."""
+    waits_ahead: bool = False
+    """Whether a tile's keys are waited for while the values before them are multiplied."""
+    splits_tails: bool = False
+    """Whether tiles that all rows see whole have a loop of their own, without masks."""
 
 
 def tiles_for(rows: int, dim: int, programs: int) -> Tiles:
@@ -113,6 +119,9 @@ def _kernel(
     row_tiles = units_per_slot // kv_heads
     turns = mosaic.Turns(turn if tiles.takes_turns else None)
     done = None if tiles.takes_turns else tail
+    program = lax.axis_index("program")
+    all_steps = sched.bounds[program + 1] - sched.bounds[program]
+    steps = all_steps if tiles.waits_ahead else None
 
     def head_of(unit: Any) -> Any:
         return lax.rem(lax.div(unit, jnp.int32(row_tiles)), jnp.int32(kv_heads))
@@ -166,6 +175,33 @@ def _kernel(
         limits = [(sched.ends[i, slot], lengths_ref[i, slot]) for i in range(count)]
         plgpu.barrier_wait(q_full.at[group])
 
+        def whole(t: Any, carry: tuple) -> tuple:
+            return ring.attend(
+                first_step + t,
+                q_s.at[group],
+                carry,
+                lambda scores: scores,
+                lambda _: None,
+                turns,
+                interpreted,
+                tiles.is_ordered,
+                steps,
+            )
+
+        def segment(number: Any, carry: tuple) -> tuple:
+            """The tiles of a segment: those that are seen whole, then the last one."""
+            begin, end, full = jnp.int32(0), jnp.int32(0), jnp.int32(0)
+            at = jnp.int32(0)
+            for i, (after, length) in enumerate(limits):
+                is_it = number == i
+                begin, end = jnp.where(is_it, at, begin), jnp.where(is_it, after, end)
+                seen = at + lax.div(length, jnp.int32(tiles.keys))
+                full, at = jnp.where(is_it, seen, full), after
+            begin, end = jnp.maximum(begin, low), jnp.minimum(end, high)
+            split = jnp.clip(full, begin, jnp.maximum(begin, end))
+            carry = lax.fori_loop(begin, jnp.minimum(split, end), whole, carry)
+            return lax.fori_loop(split, end, body, carry)
+
         def body(t: Any, carry: tuple) -> tuple:
             visible = visible_keys(limits, t)
 
@@ -185,10 +221,17 @@ def _kernel(
                 lambda v: pl.when(is_tail)(lambda: clear(v)),
                 turns,
                 interpreted,
+                tiles.is_ordered,
+                steps,
             )
 
         start = mosaic.start_softmax(dim, interpreted)
-        total, top, norm = lax.fori_loop(low, high, body, start)
+        if tiles.splits_tails:
+            # A number that is not known before keeps this one loop.
+            several = jnp.where(low < high, count, 0)
+            total, top, norm = lax.fori_loop(0, several, segment, start)
+        else:
+            total, top, norm = lax.fori_loop(low, high, body, start)
         mean = total * mosaic.across(1.0 / norm, total.shape)
 
         def write_piece() -> None:
@@ -222,6 +265,8 @@ def _kernel(
     def _() -> None:
         if not interpreted and tiles.warpgroups > 1:
             plgpu.set_max_registers(232 if tiles.warpgroups == 2 else 160, action="increase")
+        if tiles.waits_ahead:
+            pl.when(all_steps > 0)(lambda: ring.expect(jnp.int32(0)))
         # The second warpgroup runs half a tile behind the first.
         pl.when(group == 1)(turns.swap)
         _for_each_unit(sched, units_per_slot, consume)
@@ -233,8 +278,7 @@ def _kernel(
         if not interpreted and tiles.warpgroups > 1:
             plgpu.set_max_registers(40 if tiles.warpgroups == 2 else 24, action="decrease")
         _for_each_unit(sched, units_per_slot, produce)
-        program = lax.axis_index("program")
-        ring.drain(sched.bounds[program + 1] - sched.bounds[program])
+        ring.drain(all_steps)
 
 
 class Pieces(NamedTuple):

@@ -19,6 +19,9 @@ from pallas_kernels.hopper.tiles import LOG2_E, WARPGROUP_ROWS
 COLUMNS = 32
 """Columns of a program: few, so that a few units still make many programs."""
 
+PROGRAMS = 264
+"""Programs that share the units of a list: two for each multiprocessor of an H200."""
+
 FEW_UNITS = 32
 """Up to so many units have many pieces each, and more of them are fetched at a time."""
 
@@ -27,8 +30,6 @@ class _Target(NamedTuple):
     """Where the results go: by unit, or in the rows of `in_place`."""
 
     in_place: QueryRows | None
-    skips_whole: bool
-    """Whether the units that are one piece are in the result already."""
     has_lse: bool
 
 
@@ -39,16 +40,17 @@ def _kernel(
     count_ref: Any,
     out_ref: Any,
     *rest: Any,
+    unit: Any,
+    number: Any,
     target: _Target,
     row_tiles: int,
     interpreted: bool,
 ) -> None:
-    """The kernel's body: 64 rows and a few columns of one unit."""
+    """The kernel's body: 64 rows and a few columns, by number, of one unit."""
     joined_ref = rest[0] if target.has_lse else None
     part_s, lse_s, out_s, joined_s, full = rest[target.has_lse :]
     stages = part_s.shape[0]
     column_tiles = parts_ref.shape[-1] // COLUMNS
-    unit, number = lax.axis_index("unit"), lax.axis_index("tile")
     row_tile = lax.div(number, jnp.int32(column_tiles))
     at_rows = pl.ds(row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
     column_tile = lax.rem(number, jnp.int32(column_tiles))
@@ -76,35 +78,29 @@ def _kernel(
         pl.when(index + stages < count)(lambda: fetch(index + stages))
         return total, new_top, norm * decay + weight
 
-    def merge() -> None:
-        lax.fori_loop(0, jnp.minimum(count, stages), lambda index, _: fetch(index), None)
-        start = mosaic.start_softmax(COLUMNS, interpreted)
-        total, top, norm = lax.fori_loop(0, count, body, start)
-        mean = total * mosaic.across(1.0 / jnp.maximum(norm, 1e-30), total.shape)
-        out_s[...] = mean.astype(out_s.dtype)
-        if joined_ref is not None:
-            joined_s[...] = top / LOG2_E + jnp.log(norm)
-        plgpu.commit_smem()
-        if target.in_place is None:
-            plgpu.copy_smem_to_gmem(out_s, out_ref.at[unit, at_rows, at_columns])
-        else:
-            of_slot = target.in_place.kv_heads * row_tiles
-            slot = lax.div(unit, jnp.int32(of_slot))
-            head = lax.div(lax.rem(unit, jnp.int32(of_slot)), jnp.int32(row_tiles))
-            tiles = parts_ref.shape[1] // WARPGROUP_ROWS
-            first_row = lax.rem(unit, jnp.int32(row_tiles)) * tiles + row_tile
-            places = target.in_place.rectangles(slot, head, first_row * WARPGROUP_ROWS)
-            target.in_place.store(out_s, out_ref, places, (column_tile * COLUMNS, COLUMNS))
-        if joined_ref is not None:
-            at = joined_ref.at[unit, at_rows]
-            pl.when(column_tile == 0)(lambda: plgpu.copy_smem_to_gmem(joined_s, at))
-
-        plgpu.wait_smem_to_gmem(0)
-
-    if target.skips_whole:
-        pl.when(count != 1)(merge)
+    lax.fori_loop(0, jnp.minimum(count, stages), lambda index, _: fetch(index), None)
+    start = mosaic.start_softmax(COLUMNS, interpreted)
+    total, top, norm = lax.fori_loop(0, count, body, start)
+    mean = total * mosaic.across(1.0 / jnp.maximum(norm, 1e-30), total.shape)
+    out_s[...] = mean.astype(out_s.dtype)
+    if joined_ref is not None:
+        joined_s[...] = top / LOG2_E + jnp.log(norm)
+    plgpu.commit_smem()
+    if target.in_place is None:
+        plgpu.copy_smem_to_gmem(out_s, out_ref.at[unit, at_rows, at_columns])
     else:
-        merge()
+        of_slot = target.in_place.kv_heads * row_tiles
+        slot = lax.div(unit, jnp.int32(of_slot))
+        head = lax.div(lax.rem(unit, jnp.int32(of_slot)), jnp.int32(row_tiles))
+        tiles = parts_ref.shape[1] // WARPGROUP_ROWS
+        first_row = lax.rem(unit, jnp.int32(row_tiles)) * tiles + row_tile
+        places = target.in_place.rectangles(slot, head, first_row * WARPGROUP_ROWS)
+        target.in_place.store(out_s, out_ref, places, (column_tile * COLUMNS, COLUMNS))
+    if joined_ref is not None:
+        at = joined_ref.at[unit, at_rows]
+        pl.when(column_tile == 0)(lambda: plgpu.copy_smem_to_gmem(joined_s, at))
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _merge(
@@ -114,15 +110,36 @@ def _merge(
     row_tiles: int,
     target: _Target,
     interpret: Any,
+    listing: tuple[Int[Array, " U"], Int[Array, "1"]] | None = None,
 ) -> list[jax.Array]:
-    """Runs the kernel over all units; `row_tiles` are the units of a slot and a KV head."""
+    """Runs the kernel over all units, or over the first of a list and how many these are.
+
+    `row_tiles` are the units of a slot and a KV head.
+    """
     units, (_, rows, dim) = operands[2].shape[0], operands[0].shape
     stages = 8 if units <= FEW_UNITS else 4
     if target.has_lse:
         out_type = [*out_type, jax.ShapeDtypeStruct((units, rows), jnp.float32)]
+    tiles = rows // WARPGROUP_ROWS * dim // COLUMNS
     body = functools.partial(
         _kernel, target=target, row_tiles=row_tiles, interpreted=interpret is not None
     )
+
+    def one(*refs: Any) -> None:
+        body(*refs, unit=lax.axis_index("unit"), number=lax.axis_index("tile"))
+
+    def listed(units_ref: Any, number_ref: Any, *refs: Any) -> None:
+        """Every program takes tiles of the first units of a list, which mostly is short."""
+        program = lax.axis_index("program")
+        left = number_ref[0] * tiles - program
+
+        def visit(index: Any, _: None) -> None:
+            item = index * PROGRAMS + program
+            unit = units_ref[lax.div(item, jnp.int32(tiles))]
+            body(*refs, unit=unit, number=lax.rem(item, jnp.int32(tiles)))
+
+        lax.fori_loop(0, lax.div(left + PROGRAMS - 1, jnp.int32(PROGRAMS)), visit, None)
+
     scratch = [
         mosaic.swizzled((stages, WARPGROUP_ROWS, COLUMNS), jnp.float32),
         plgpu.SMEM((stages, WARPGROUP_ROWS), jnp.float32),
@@ -132,22 +149,23 @@ def _merge(
     ]
 
     def with_scratch(*refs: Any) -> None:
-        pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="group")
+        inner = one if listing is None else listed
+        pl.run_scoped(functools.partial(inner, *refs), *scratch, collective_axes="group")
 
     # Not `plgpu.kernel`, which takes no reference that a kernel may write to.
     kernel: Any = pl.kernel(
         with_scratch,
         out_type=out_type,
         mesh=plgpu.Mesh(
-            grid=(units, rows // WARPGROUP_ROWS * dim // COLUMNS),
-            grid_names=("unit", "tile"),
+            grid=(units, tiles) if listing is None else (PROGRAMS,),
+            grid_names=("unit", "tile") if listing is None else ("program",),
             num_threads=1,
             thread_name="group",
         ),
         compiler_params=mosaic.compiler_params(),
         interpret=interpret if interpret is not None else False,
     )
-    return list(kernel(*operands))
+    return list(kernel(*(listing or ()), *operands))
 
 
 def merge_pieces(
@@ -169,7 +187,7 @@ def merge_pieces(
         dtype,
         [jax.ShapeDtypeStruct(shape, dtype)],
         1,
-        _Target(None, False, with_lse),
+        _Target(None, with_lse),
         interpret,
     )
     return out, joined[0] if joined else None
@@ -193,10 +211,15 @@ def merge_in_place(
     row_tiles = first_piece.shape[0] // (slots * in_place.kv_heads)
     operands = (parts, lse, first_piece, pieces)
     if whole is None:
-        target = _Target(in_place, False, True)
+        target = _Target(in_place, True)
         out, joined = _merge(operands, matrix.dtype, [matrix], row_tiles, target, interpret)
         return out, joined
-    target = _Target(in_place, True, False)
+    target = _Target(in_place, False)
     result = jax.new_ref(whole, memory_space=plgpu.GMEM)
-    _merge((*operands, result), matrix.dtype, [], row_tiles, target, interpret)
+    is_left = pieces != 1
+    after = jnp.cumsum(is_left, dtype=jnp.int32)
+    place = jnp.arange(pieces.shape[0], dtype=jnp.int32)
+    # Sorting would cost a kernel or two more than counting does.
+    listing = (after <= place[:, None]).sum(1, dtype=jnp.int32), after[-1:]
+    _merge((*operands, result), matrix.dtype, [], row_tiles, target, interpret, listing)
     return result[...], None

@@ -106,11 +106,26 @@ def scores_of(q: Any, k: Any, interpreted: bool, issued: Callable[[], None]) -> 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((q.shape[0], k.shape[0]), jnp.float32))
 
 
-def add_weighted(total: jax.Array, weights: jax.Array, v: Any, interpreted: bool) -> jax.Array:
-    """Adds a tile of values, in shared memory, weighted by row and key."""
+def add_weighted(
+    total: jax.Array,
+    weights: jax.Array,
+    v: Any,
+    interpreted: bool,
+    issued: Callable[[], None] = lambda: None,
+) -> jax.Array:
+    """Adds a tile of values, in shared memory, weighted by row and key.
+
+    `issued` is called when the product is under way.
+    """
     if interpreted:
+        issued()
         return total + jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
-    accumulate: Any = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, v))
+
+    def product(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, weights, v)
+        issued()
+
+    accumulate: Any = pl.run_state(product)
     return accumulate(plgpu.WGMMAAccumulatorRef.init(total))
 
 
@@ -208,6 +223,10 @@ class Ring(NamedTuple):
 
         lax.fori_loop(jnp.maximum(steps - self.stages, 0), steps, body, None)
 
+    def expect(self, step: Any) -> None:
+        """Waits for the keys of a step."""
+        plgpu.barrier_wait(self.k_full.at[self.stage(step)])
+
     def attend(
         self,
         step: jax.Array,
@@ -217,23 +236,37 @@ class Ring(NamedTuple):
         prepare: Callable[[Any], None],
         turns: Turns,
         interpreted: bool,
+        is_ordered: bool = False,
+        steps: jax.Array | None = None,
     ) -> tuple:
         """Takes a tile into the running softmax of the 64 rows `q`.
 
         `hide` sets the scores of keys that must not be seen to -inf; `prepare` zeroes their
-        values in shared memory where those may be NaN.
+        values in shared memory where those may be NaN. With `is_ordered` the softmax is done
+        with before the other warpgroup gets its turn; otherwise the compiler may put it later.
+        With the number of all `steps`, the keys of the next one are waited for while values
+        are multiplied; those of the first are the caller's to `expect`.
         """
         stage = self.stage(step)
-        plgpu.barrier_wait(self.k_full.at[stage])
+        if steps is None:
+            plgpu.barrier_wait(self.k_full.at[stage])
         scores = scores_of(q, self.k.at[stage], interpreted, turns.swap)
         plgpu.barrier_arrive(self.k_free.at[stage])
         scores = hide(scores)
         carry, weights = softmax_step(scores, q.shape[1] ** -0.5, carry, q.dtype)
+        if is_ordered:
+            carry, weights = lax.optimization_barrier((carry, weights))
         turns.hand_over()
         plgpu.barrier_wait(self.v_full.at[stage])
         turns.wait()
         prepare(self.v.at[stage])
-        total = add_weighted(carry[0], weights, self.v.at[stage], interpreted)
+
+        def expect_next() -> None:
+            if steps is not None:
+                pl.when(step + 1 < steps)(lambda: self.expect(step + 1))
+
+        v = self.v.at[stage]
+        total = add_weighted(carry[0], weights, v, interpreted, expect_next)
         plgpu.barrier_arrive(self.v_free.at[stage])
         return (total, *carry[1:])
 

@@ -119,7 +119,11 @@ def case(name: str) -> tuple[jax.Array, list[Any], list[Any]]:
     return q, spoiled, clean
 
 
-CUTS = {"through-transposes": {}, "in-place": {"is_direct": True}, "whole": {"slack": 8}}
+CUTS = {
+    "through-transposes": {},
+    "in-place": {"is_direct": True, "is_ordered": True},
+    "whole": {"is_direct": True, "slack": 8, "splits_tails": True, "waits_ahead": True},
+}
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -129,8 +133,7 @@ def test_segment_attention(name: str, cut: str) -> None:
 
     q, spoiled, clean = case(name)
     rows = q.shape[1] * (q.shape[2] // clean[0].k.shape[1])
-    changes = CUTS[cut] | ({"is_direct": True} if cut == "whole" else {})
-    tiles = tiles_for(rows, q.shape[3], 132)._replace(**changes)
+    tiles = tiles_for(rows, q.shape[3], 132)._replace(**CUTS[cut])
     kernel = jax.jit(functools.partial(segment_attention, tiles=tiles))
     got = kernel(q, spoiled)
     assert_close(got, plainly(reference.segment_attention, q, clean))

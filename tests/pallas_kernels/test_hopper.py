@@ -76,12 +76,13 @@ def test_attention_in_place() -> None:
     own = Segment(draw(3, 2, 1, 16, 64), draw(4, 2, 1, 16, 64), ints(0, 1), ints(16, 0))
     segments = [Segment(k, v, ints(1, 0), ints(70, 3)), own]
     q = draw(7, 2, 16, 6, 64)
-    cut = Tiles(2, 64, 2, True, 3, is_direct=True)
+    options = {"is_direct": True, "is_ordered": True, "splits_tails": True}
+    cut = Tiles(2, 64, 2, True, 3, **options)
     kernel = functools.partial(block_attention.segment_attention, interpret=tiles.interpreter())
     got = jax.jit(functools.partial(kernel, tiles=cut))(q, segments)
     want, lse = reference.segment_attention(q, segments, with_lse=True)
     assert difference(got, want) < 0.01
-    whole = Tiles(1, 64, 2, False, 2, is_direct=True, slack=2)
+    whole = Tiles(1, 64, 2, False, 2, slack=2, waits_ahead=True, **options)
     got, got_lse = jax.jit(functools.partial(kernel, tiles=whole, with_lse=True))(q, segments)
     assert difference(got, want) < 0.01
     np.testing.assert_allclose(got_lse, lse, atol=1e-3)
@@ -170,7 +171,8 @@ def test_segment_attention_lowers(dim: int, group: int, block: int) -> None:
     q = shape(3, block, 2 * group, dim)
     lower(block_attention.segment_attention, q, segments)
     if block % 8 == 0 and group in (4, 6):
-        cut = block_attention.tiles_for(block * group, dim, 132)._replace(is_direct=True, slack=4)
+        cut = block_attention.tiles_for(block * group, dim, 132)
+        cut = cut._replace(is_direct=True, slack=4, is_ordered=True, splits_tails=True)
         lower(functools.partial(block_attention.segment_attention, tiles=cut), q, segments)
 
 
