@@ -2,7 +2,8 @@
 
 Weights are random, so no confidence passes a threshold: every block takes `--steps` steps with
 each cache, and the figures compare what a step costs, not how many are needed. Each generation is
-one jitted call, timed after two that are not.
+one jitted call, timed after two that are not. With `--table` a trained model is judged instead:
+see `bidirectional_table.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.bidirectional_table import add_table_arguments, table
 from benchmarks.record import RESULTS, current_commit, write_record
 from benchmarks.shapes import BIDIRECTIONAL
 from herald_jax.configs import ModelConfig
@@ -73,7 +75,10 @@ def measure(
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures every cache and writes its record."""
+    """Measures every cache and writes its record, or the table on a trained model."""
+    if arguments.table:
+        table(arguments)
+        return
     config = BIDIRECTIONAL[arguments.model]
     if arguments.block_length is not None:
         config = dataclasses.replace(config, block_length=arguments.block_length)
@@ -87,7 +92,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{'cache':>7} {'rows':>4} {'ms/pass':>8} {'tok/s':>8} {'times none':>10}")
     for rows in arguments.rows:
         base = None
-        for cache in CACHES:
+        for cache in arguments.caches:
             figures = measure(
                 config,
                 params,
@@ -136,6 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--block-length", type=int, help="instead of the model's")
     parser.add_argument("--steps", type=int, help="steps of a block; one token a step if left out")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")
+    add_table_arguments(parser)

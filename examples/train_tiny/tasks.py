@@ -343,6 +343,8 @@ CELLS = {
     "cwe": ("cwe", {}, False),
     "copy": ("copy", {}, False),
     "story": ("story", {}, False),
+    # New cells come last: prompts depend on a cell's place.
+    "list3": ("list", {"items": 3}, True),
 }
 
 
