@@ -11,10 +11,12 @@ from benchmarks import (
     conversion_memory,
     host_lane,
     kernels,
+    ladder,
     mixture,
     offload,
     serve_load,
     step,
+    throughput,
 )
 
 BENCHMARKS = {
@@ -24,10 +26,12 @@ BENCHMARKS = {
     "conversion_memory": conversion_memory,
     "host_lane": host_lane,
     "kernels": kernels,
+    "ladder": ladder,
     "mixture": mixture,
     "offload": offload,
     "serve_load": serve_load,
     "step": step,
+    "throughput": throughput,
 }
 
 
