@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from herald_jax import LLM, CacheConfig, ModelConfig, SamplingParams
 from herald_jax.models import random_params
-from tests.engine.sparse_engines import make_llm, prompts
+from tests.engine.sparse_engines import CONFIG, prompts
 from tests.oracle import sharpen
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,7 @@ WIDE = ModelConfig(
     vocab_size=509,
     hidden_size=192,
     intermediate_size=320,
-    num_layers=3,
+    num_layers=2,
     num_heads=6,
     num_kv_heads=2,
     head_dim=64,
@@ -30,7 +31,10 @@ WIDE = ModelConfig(
     stop_token_ids=(1,),
     max_position_embeddings=1024,
 )
-"""Heads that the kernels take."""
+"""Heads that the kernels take. Few layers, as every program takes seconds to compile."""
+
+NARROW = dataclasses.replace(CONFIG, num_layers=2)
+"""Heads that they do not take."""
 
 PROMPT_TOKENS = 700
 NEW_TOKENS = 130
@@ -50,21 +54,25 @@ def wide() -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
 
-def greedy(cache: CacheConfig | None, which: slice, rows: int) -> list[list[int]]:
-    """Texts of some prompts; one spec and few rows, as every program takes seconds to compile."""
+def greedy(cache: CacheConfig | None) -> list[int]:
+    """The text of a prompt in fp32."""
+    params = sharpen(random_params(NARROW, seed=4))
+    llm = LLM.from_params(NARROW, params, max_model_len=256, max_num_seqs=1, cache=cache)
     sampling = SamplingParams(max_tokens=21, threshold=0.5, ignore_eos=True)
-    outputs = make_llm(cache, max_num_seqs=rows).generate(prompts()[which], sampling)
-    return [output.outputs[0].token_ids for output in outputs]
+    return llm.generate(prompts()[4:5], sampling)[0].outputs[0].token_ids
 
 
-def test_offloaded_is_resident() -> None:
-    host = greedy(CacheConfig(placement="host", budget=0.1), slice(3, 6), 2)
-    assert host == greedy(CacheConfig(placement="device", budget=0.1), slice(3, 6), 2)
+HOST = CacheConfig(placement="host", budget=0.1, dense_layers=1)
+PAPER = dataclasses.replace(HOST, retrieval="layerwise", selection_query="centre")
+
+
+@pytest.mark.parametrize("cache", [HOST, PAPER], ids=lambda cache: cache.retrieval)
+def test_offloaded_is_resident(cache: CacheConfig) -> None:
+    assert greedy(cache) == greedy(dataclasses.replace(cache, placement="device"))
 
 
 def test_a_whole_budget_is_dense() -> None:
-    whole = greedy(CacheConfig(placement="host", budget=1.0), slice(4, 5), 1)
-    assert whole == greedy(None, slice(4, 5), 1)
+    assert greedy(dataclasses.replace(HOST, budget=1.0)) == greedy(None)
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
