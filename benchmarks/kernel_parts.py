@@ -280,8 +280,14 @@ def skinny(sizes: Sizes) -> Iterator[Figures]:
             kernel = functools.partial(skinny_matmul.matmul, programs=programs)
             figures = {"bytes": 2.0 * inner * columns}
             results = {}
-            for name, product in (("compiled", jnp.matmul), ("kernel", kernel)):
-                if name == "kernel" and jax.default_backend() != "gpu":
+            whole = skinny_matmul.cut_for(rows, inner, columns, programs, (128, 64), (1,))
+            forms = {
+                "compiled": jnp.matmul,
+                "kernel": kernel,
+                "kernel_unsplit": functools.partial(kernel, cut=whole),
+            }
+            for name, product in forms.items():
+                if name != "compiled" and jax.default_backend() != "gpu":
                     continue
                 run = jax.jit(functools.partial(chain, product))
                 seconds = seconds_per_call(lambda: run(x, weights), 3) / count  # noqa: B023

@@ -8,7 +8,7 @@ each, multiply. What is done with a finished tile is the `Finish`: `matmul` writ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import tiles as mosaic
-from pallas_kernels.hopper.tiles import SHARED_BYTES, WARPGROUP_ROWS
+from pallas_kernels.hopper.tiles import COPY_ALIGNMENT, SHARED_BYTES, WARPGROUP_ROWS
 
 MAX_ROWS = 4 * WARPGROUP_ROWS
 
@@ -41,28 +41,30 @@ class Cut(NamedTuple):
     programs: int
 
 
-def cut_for(rows: int, inner: int, columns: int, programs: int, is_split: bool = True) -> Cut:
-    """The cut for a product [rows, inner] x [inner, columns]; `is_split` allows for splits."""
+def cut_for(
+    rows: int,
+    inner: int,
+    columns: int,
+    programs: int,
+    widths: Sequence[int] = (128, 192, 64),
+    splits: Sequence[int] = (1, 2, 4, 8, 16),
+) -> Cut:
+    """The cut for a product [rows, inner] x [inner, columns], of those that are named."""
     warpgroups = -(-rows // WARPGROUP_ROWS)
     height = warpgroups * WARPGROUP_ROWS
     depth = 128 if warpgroups <= 2 else 64
 
-    def cost(width: int, splits: int) -> float:
+    def cost(width: int, many: int) -> float:
         """Time of the busiest program in parts of an equal share, and of writing the splits."""
-        items = -(-columns // width) * splits
-        written = 4 * splits * height / inner if splits > 1 else 0.0
+        items = -(-columns // width) * many
+        written = 4 * many * height / inner if many > 1 else 0.0
         return -(-items // programs) * programs / items + written
 
-    choices = [
-        (width, splits)
-        for width in ((128, 192, 64) if is_split else (128,))
-        for splits in ((1, 2, 4, 8, 16) if is_split else (1,))
-        if inner % (splits * depth) == 0
-    ]
-    width, splits = min(choices, key=lambda choice: cost(*choice))
-    fixed = 4 * height * OUT_COLUMNS if is_split else 0
+    choices = [(w, many) for w in widths for many in splits if inner % (many * depth) == 0]
+    width, many = min(choices, key=lambda choice: cost(*choice))
     stage = 2 * depth * (height + width)
-    return Cut(warpgroups, width, depth, min((SHARED_BYTES - fixed) // stage, 8), splits, programs)
+    stages = min((SHARED_BYTES - 4 * height * OUT_COLUMNS) // stage, 8)
+    return Cut(warpgroups, width, depth, stages, many, programs)
 
 
 class Finish(NamedTuple):
@@ -90,10 +92,12 @@ def run(
     out_type: jax.ShapeDtypeStruct,
     interpret: Any = None,
 ) -> jax.Array:
-    """The product of `x`, filled up to whole warpgroups, finished tile by tile."""
+    """The product finished tile by tile; results of rows past those of `x` are undefined."""
     inner, columns = w.shape
     height = cut.warpgroups * WARPGROUP_ROWS
-    x = jnp.pad(x, ((0, height - x.shape[0]), (0, 0)))
+    # What the copy engine leaves of the buffer has no influence on the rows that count.
+    x = jnp.pad(x, ((0, -x.shape[0] % COPY_ALIGNMENT), (0, 0)))
+    given = x.shape[0]
     tiles = -(-columns // cut.columns)
     steps = inner // (cut.depth * cut.splits)
     interpreted = interpret is not None
@@ -118,9 +122,8 @@ def run(
             inside = pl.ds(pl.multiple_of(begin, cut.depth), cut.depth)
             at = pl.ds(pl.multiple_of(first, cut.columns), cut.columns)
             plgpu.copy_gmem_to_smem(w_ref.at[inside, at], ring.w.at[stage], ring.full.at[stage])
-            plgpu.copy_gmem_to_smem(
-                x_ref.at[pl.ds(0, height), inside], ring.x.at[stage], ring.full.at[stage]
-            )
+            to = ring.x.at[stage, pl.ds(0, given)]
+            plgpu.copy_gmem_to_smem(x_ref.at[:, inside], to, ring.full.at[stage])
 
         def consume(number: Any, _: None) -> None:
             rows = pl.ds(group * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -185,9 +188,11 @@ def matmul(
     """`x @ w`, accumulated in fp32, in the dtype of `x`."""
     rows, columns = x.shape[0], w.shape[1]
     cut = cut or cut_for(rows, x.shape[1], columns, programs)
-    height = cut.warpgroups * WARPGROUP_ROWS
+    height = rows + -rows % COPY_ALIGNMENT
     dtype = x.dtype if cut.splits == 1 else jnp.dtype(jnp.float32)
     tiles = -(-columns // cut.columns)
+
+    left = height % WARPGROUP_ROWS
 
     def write(scratch: Any, out_ref: Any, product: Any, item: Any, rows: Any, first: Any) -> None:
         split = lax.div(item, jnp.int32(tiles))
@@ -197,7 +202,21 @@ def matmul(
             scratch[...] = part.astype(dtype)
             plgpu.commit_smem()
             at = pl.ds(pl.multiple_of(first + column, OUT_COLUMNS), OUT_COLUMNS)
-            plgpu.copy_smem_to_gmem(scratch, out_ref.at[split, rows, at])
+            if not left:
+                plgpu.copy_smem_to_gmem(scratch, out_ref.at[split, rows, at])
+                continue
+            # The last warpgroup has fewer rows.
+            last = lax.axis_index("group") == cut.warpgroups - 1
+
+            @pl.when(last)
+            def _(at: Any = at) -> None:
+                few = pl.ds(height - left, left)
+                part = scratch.at[pl.ds(0, left)]
+                plgpu.copy_smem_to_gmem(part, out_ref.at[split, few, at])
+
+            @pl.when(~last)
+            def _(at: Any = at) -> None:
+                plgpu.copy_smem_to_gmem(scratch, out_ref.at[split, rows, at])
 
     scratch = mosaic.swizzled((cut.warpgroups, WARPGROUP_ROWS, OUT_COLUMNS), dtype)
     out_type = jax.ShapeDtypeStruct((cut.splits, height, columns), dtype)
@@ -235,7 +254,7 @@ def vocabulary(
     Neither `mask_id` nor ids from `end` on are chosen or counted.
     """
     rows, columns = x.shape[0], w.shape[1]
-    cut = cut or cut_for(rows, x.shape[1], columns, programs, is_split=False)
+    cut = cut or cut_for(rows, x.shape[1], columns, programs, (128,), (1,))
     height = cut.warpgroups * WARPGROUP_ROWS
     tiles = -(-columns // cut.columns)
     interpreted = interpret is not None
