@@ -3,6 +3,8 @@
 The record decides `herald_jax.models.moe.DENSE_TOKENS` and where `jax.lax.ragged_dot` is used:
 
     python -m benchmarks mixture
+
+With `--step` whole steps of a model are timed instead: see `mixture_step.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.mixture_step import add_step_arguments, steps
 from benchmarks.record import RESULTS, current_commit, write_record
 from herald_jax.models.moe import (
     ExpertWeights,
@@ -70,7 +73,10 @@ def measure(name: str) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures all shapes and writes the record."""
+    """Measures all shapes and writes the record, or whole steps of a model."""
+    if arguments.step:
+        steps(arguments)
+        return
     path = write_record(
         "mixture",
         commit=arguments.commit or current_commit(),
@@ -89,3 +95,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the record")
+    add_step_arguments(parser)
