@@ -23,7 +23,8 @@ import numpy as np
 
 from benchmarks.record import RESULTS, current_commit, write_record
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing, host_sharding
-from herald_jax.engine.lane import HostLane, Recall
+from herald_jax.engine.lane import HostLane
+from herald_jax.engine.lane_jobs import Recall
 from herald_jax.retrieval import SelectionConfig, scan
 from herald_jax.retrieval.recall import HostStore
 

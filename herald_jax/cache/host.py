@@ -329,6 +329,17 @@ class StagingRing:
             self._collect()
             return len(self._free)
 
+    def is_quiet(self) -> bool:
+        """True if nothing is on its way any more; lets go of arrays that have arrived.
+
+        It says nothing of arrays that were donated: whoever needs a slot next does.
+        """
+        with self._changed:
+            if not any(array.is_deleted() for _, arrays in self._sent for array in arrays):
+                self._collect()
+                return not self._sent
+            return True
+
     def _give_up(self, slot: StagingSlot) -> None:
         if slot not in self._held:
             raise RuntimeError("the staging slot was given back before, or is not of this ring")

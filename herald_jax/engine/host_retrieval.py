@@ -8,7 +8,7 @@ into the device's pools. A row's keys are read here only where nothing of that r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +20,8 @@ from herald_jax.cache.host_link import measure_link
 from herald_jax.cache.shape import STAGING_SLOTS
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
-from herald_jax.engine.lane import Append, HostLane, Job, Recall
+from herald_jax.engine.lane import HostLane
+from herald_jax.engine.lane_jobs import Append, Job, Recall
 from herald_jax.engine.retrievals import Ask, FullPool, RetrievalCounts, RowFailure
 from herald_jax.engine.sparse_compiled import SparsePrograms
 from herald_jax.retrieval.queries import query_positions
@@ -45,7 +46,6 @@ class HostRetrieval:
         cache: What is selected, from where, and when.
         dtype: Of keys and values.
         device: The device.
-        before_job: Called on the lane's thread before each job, which it may delay or fail.
 
     Attributes:
         counts: What it cost so far.
@@ -62,7 +62,6 @@ class HostRetrieval:
         cache: CacheConfig,
         dtype: Any,
         device: Any,
-        before_job: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.counts = RetrievalCounts()
         self._programs = programs
@@ -94,7 +93,7 @@ class HostRetrieval:
             group=group,
             sinks=cache.sink_tokens,
         )
-        self._lane = HostLane(store, self._ring, sharding, before_job=before_job)
+        self._lane = HostLane(store, self._ring, sharding)
         self._layers = layers
         self._recalls: list[tuple[Ask, Recall]] = []
         self._empty: list[Ask] = []  # nothing to fetch: a prefix that is all recent
@@ -133,15 +132,19 @@ class HostRetrieval:
     def ask(
         self, cache: SparseCache, queries: Sequence[jax.Array], asks: Sequence[Ask]
     ) -> SparseCache:
-        """Hands the queries to the lane."""
-        columns = self._programs.columns(queries)
-        for ask, own in zip(asks, columns, strict=False):
+        """Hands the queries to the lane, or what the device chooses with them."""
+        columns = () if cache.index else self._programs.columns(queries)
+        for slot, ask in enumerate(asks):
             numbers = (self._budget.candidates(ask.target), self._budget.wanted(ask.target))
             if not self._budget.counts(ask.target).pooled:
                 self._empty.append(ask)
                 continue
             self._stays.add((ask.row, ask.epoch))
-            job = self._lane.recall(ask.row, ask.epoch, ask.target, own, *numbers)
+            if cache.index:
+                chosen = self._programs.choose(cache, queries, slot, ask.row, ask.target)
+                job = self._lane.recall_positions(*ask, chosen, *numbers)
+            else:
+                job = self._lane.recall(*ask, columns[slot], *numbers)
             self._recalls.append((ask, job))
         return cache
 
@@ -219,7 +222,7 @@ class HostRetrieval:
 
     def warmup(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> SparseCache:
         """Compiles what recalls and appends need."""
-        self._warm_queries(queries)
+        self._warm_queries(cache, queries)
         example = cache.selected[0].k
         total = len(cache.selected)
         for count in {min(self._layers, total), total % self._layers or self._layers}:
@@ -232,9 +235,13 @@ class HostRetrieval:
             _cut(prompt, _prompt_size(tokens, capacity))
         return cache
 
-    def _warm_queries(self, queries: Sequence[Sequence[Any]]) -> None:
+    def _warm_queries(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> None:
         for shapes in queries:
-            self._programs.columns([jnp.zeros(one.shape, one.dtype) for one in shapes])
+            zeros = [jnp.zeros(one.shape, one.dtype) for one in shapes]
+            if cache.index:
+                self._programs.choose(cache, zeros, 0, 0, 0)
+            else:
+                self._programs.columns(zeros)
 
     def reset(self) -> None:
         """Drops everything."""

@@ -4,8 +4,7 @@ Who owns what:
 
 - The worker alone reads and writes the pinned pool, through its `HostStore`. Jobs run one after
   the other in the order in which they were submitted, so a recall sees every append before it.
-- A job's arrays belong to the job. Their copies to the host are started when it is submitted,
-  by the dispatching thread, and depend on the programs that make them; the worker waits.
+- A job's arrays belong to the job (`lane_jobs`).
 - A chunk of a recall is a slot of the staging ring. The dispatching thread sends it between two
   steps, or releases it; the slot is filled again once the sent arrays are ready.
 
@@ -28,229 +27,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from herald_jax.cache.budget import RecallAccount
-from herald_jax.cache.host import StagingRing, StagingSlot, finish_copy, start_copy
-from herald_jax.retrieval.recall import HostStore, RecallNotes
+from herald_jax.cache.host import StagingRing, start_copy
+from herald_jax.engine.lane_jobs import (
+    Append,
+    Job,
+    LaneError,
+    PositionRecall,
+    Recall,
+    RecallChunk,
+)
+from herald_jax.retrieval.recall import HostStore
 from herald_jax.retrieval.scan import default_threads, set_threads
 
-
-class LaneError(RuntimeError):
-    """Raised for, and kept in, a job that failed; the cause is chained.
-
-    Attributes:
-        row: Row of the stay that it belongs to.
-        epoch: Number of the stay.
-    """
-
-    def __init__(self, row: int, epoch: int, cause: Exception) -> None:
-        super().__init__(f"host memory of row {row}, stay {epoch}: {cause}")
-        self.row, self.epoch = row, epoch
-        self.__cause__ = cause
-
-
-class Job:
-    """Work for the lane, and what has become of it; attributes change under the lane's lock.
-
-    Attributes:
-        row: Row of the stay.
-        epoch: Number of the stay.
-        is_done: True once the worker has finished with it, in whatever way.
-        is_cancelled: True if its stay was cancelled before it was done.
-        error: What made it fail.
-    """
-
-    def __init__(self, lane: HostLane, row: int, epoch: int) -> None:
-        self.row, self.epoch = row, epoch
-        self.is_done = self.is_cancelled = False
-        self.error: LaneError | None = None
-        self._lane = lane
-
-    @property
-    def has_news(self) -> bool:
-        """True if a caller who looks now sees something it need not wait for."""
-        return self.is_done
-
-    def run(self, store: Any) -> None:
-        """Does the work, with the `HostStore`; on the worker."""
-        raise NotImplementedError
-
-    def drop_arrays(self) -> None:
-        """Lets go of what it was given, once it is done."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for news; false if there are none within `timeout` seconds."""
-        return self._lane.wait([self], timeout)
-
-
-class Append(Job):
-    """Tokens on their way into the pool."""
-
-    def __init__(
-        self, lane: HostLane, row: int, epoch: int, layer: int, start: int, tokens: int, copies: Any
-    ) -> None:
-        super().__init__(lane, row, epoch)
-        self.layer, self.start, self.tokens = layer, start, tokens
-        self._copies: tuple[jax.Array, jax.Array] | None = copies
-
-    def run(self, store: HostStore) -> None:
-        """Writes the tokens; on the worker."""
-        assert self._copies is not None
-        k, v = (finish_copy(copy)[:, :, : self.tokens] for copy in self._copies)
-        for at in range(k.shape[0]):
-            if self._lane.is_over(self):
-                return
-            store.append(self.row, self.epoch, self.layer + at, self.start, k[at], v[at])
-
-    def drop_arrays(self) -> None:
-        """Lets go of the copies."""
-        self._copies = None
-
-
-class RecallChunk:
-    """Recalled entries of some layers, in pinned memory.
-
-    Attributes:
-        first_layer: First of the layers.
-        count: Layers that are filled; the arrays may have room for more.
-    """
-
-    def __init__(self, recall: Recall, slot: StagingSlot, first_layer: int, count: int) -> None:
-        self.first_layer, self.count = first_layer, count
-        self._recall, self._slot = recall, slot
-
-    def send(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [layers, K, C, D] on their way to the device.
-
-        They may be passed to programs at once, but not be donated.
-        """
-        k, v = self._recall.ring.send(self._slot)
-        self._recall.bytes_sent += k.nbytes + v.nbytes
-        return k, v
-
-    def release(self) -> None:
-        """Gives the memory back unsent."""
-        self._recall.ring.release(self._slot)
-
-
-class Recall(Job):
-    """The pool of a block that is being filled from host memory.
-
-    Attributes:
-        target: Index of the block.
-        candidates: First tokens that may be chosen.
-        wanted: Entries to choose besides the sinks.
-        sinks: Sinks that are taken.
-        selected: Further entries, per KV head and layer.
-        notes: What the layers so far took.
-        bytes_sent: Bytes of the chunks that were sent.
-        seconds: Time from submission until it was done.
-        wait_seconds: Part of it until the worker had the queries.
-        chunks: Chunks that wait to be taken.
-        ring: Where the chunks are.
-    """
-
-    def __init__(
-        self,
-        lane: HostLane,
-        ring: StagingRing,
-        row: int,
-        epoch: int,
-        target: int,
-        columns: jax.Array,
-        candidates: int,
-        wanted: int,
-        sinks: int,
-        begin: float,
-    ) -> None:
-        super().__init__(lane, row, epoch)
-        self.ring, self.target, self.candidates, self.wanted = ring, target, candidates, wanted
-        self.sinks = min(sinks, candidates)
-        self.selected = min(wanted, candidates - self.sinks)
-        self.notes = RecallNotes()
-        self.bytes_sent, self.seconds, self.wait_seconds = 0, 0.0, 0.0
-        self._columns: jax.Array | None = columns
-        self._begin = begin
-        self.chunks: list[RecallChunk] = []
-
-    @property
-    def has_news(self) -> bool:
-        """True if there is a chunk to take, or nothing more will come."""
-        return self.is_done or bool(self.chunks)
-
-    @property
-    def is_taken(self) -> bool:
-        """True once all of it is there and every chunk has been taken.
-
-        The pool may then be used, behind the programs that put the chunks into it.
-        """
-        return self.is_done and not self.is_cancelled and not self.error and not self.chunks
-
-    @property
-    def account(self) -> RecallAccount:
-        """What it took so far."""
-        return RecallAccount(
-            bytes_scanned=self.notes.bytes_scanned,
-            bytes_gathered=self.notes.bytes_gathered,
-            bytes_sent=self.bytes_sent,
-            hit_share=self.notes.hit_share,
-            seconds=self.seconds,
-        )
-
-    def ready_chunks(self) -> list[RecallChunk]:
-        """The chunks that have come since the last call, in the order of their layers.
-
-        Each must be sent or released.
-        """
-        return self._lane.take_chunks(self)
-
-    def run(self, store: HostStore) -> None:
-        """Fills chunk after chunk; on the worker."""
-        assert self._columns is not None
-        columns = np.asarray(self._columns)
-        self.wait_seconds = self._lane.clock() - self._begin
-        layers = store.shape.layers
-        for first in range(0, layers, self.ring.layers):
-            slot = self.ring.acquire(lambda: self._lane.is_over(self))
-            if slot is None:
-                return
-            count = min(self.ring.layers, layers - first)
-            chunk = RecallChunk(self, slot, first, count)
-            is_full = False
-            try:
-                is_full = self._fill(store, slot, columns, first, count)
-            finally:
-                if not (is_full and self._lane.publish(self, chunk)):
-                    chunk.release()
-            if not is_full:
-                return
-
-    def _fill(
-        self, store: HostStore, slot: StagingSlot, columns: np.ndarray, first: int, count: int
-    ) -> bool:
-        for at in range(count):
-            if self._lane.is_over(self):
-                return False
-            notes = store.recall(
-                self.row,
-                self.epoch,
-                first + at,
-                columns[first + at],
-                self.candidates,
-                self.wanted,
-                slot.k[at],
-                slot.v[at],
-            )
-            self.notes.add(notes)
-        return True
-
-    def drop_arrays(self) -> None:
-        """Lets go of the queries."""
-        self._columns = None
-        self.seconds = self._lane.clock() - self._begin
+COLLECT_SECONDS = 0.005
+"""Pause between two looks of an idle worker at arrays that are on their way to the device."""
 
 
 class HostLane:
@@ -346,28 +139,56 @@ class HostLane:
         Raises:
             ValueError: If the shapes do not fit the store, or the entries a staging slot.
         """
-        shape, room = self._store.shape, self._ring.row_shape[1]
+        shape = self._store.shape
         expected = (shape.layers, shape.kv_heads, self._store.columns, shape.head_dim)
         if columns.shape != expected:
             raise ValueError(f"columns are {list(columns.shape)} instead of {list(expected)}")
-        columns.copy_to_host_async()
-        job = Recall(
-            self,
-            self._ring,
-            row,
-            epoch,
-            target,
-            columns,
-            candidates,
-            wanted,
-            self._store.sinks,
-            self.clock(),
-        )
-        if job.sinks + job.selected > room:
+        return self._submit(self._recall(Recall, row, epoch, target, columns, candidates, wanted))
+
+    def recall_positions(
+        self,
+        row: int,
+        epoch: int,
+        target: int,
+        positions: Int[Array, "L K C"],
+        candidates: int,
+        wanted: int,
+    ) -> PositionRecall:
+        """Starts to fill the pool of block `target` with entries that were chosen elsewhere.
+
+        Args:
+            row: The row.
+            epoch: The stay, which must have appended all candidates by then.
+            target: Index of the block.
+            positions: Of every layer, ascending; those past the entries are not looked at.
+            candidates: First tokens that may have been chosen.
+            wanted: Entries besides the sinks.
+
+        Raises:
+            ValueError: If there are fewer positions, or the entries do not fit a staging slot.
+        """
+        shape = self._store.shape
+        job = self._recall(PositionRecall, row, epoch, target, positions, candidates, wanted)
+        number = job.sinks + job.selected
+        if positions.shape[:2] != (shape.layers, shape.kv_heads) or positions.shape[2] < number:
             raise ValueError(
-                f"{job.sinks} sinks and {job.selected} entries do not fit a pool of {room}"
+                f"positions are {list(positions.shape)} instead of "
+                f"[{shape.layers}, {shape.kv_heads}, {number} or more]"
             )
         return self._submit(job)
+
+    def _recall(
+        self,
+        kind: type[Any],
+        row: int,
+        epoch: int,
+        target: int,
+        asked: jax.Array,
+        candidates: int,
+        wanted: int,
+    ) -> Any:
+        numbers = (candidates, wanted, self._store.sinks, self.clock())
+        return kind(self, self._ring, row, epoch, target, asked, *numbers)
 
     def submit(self, job: Any) -> Any:
         """Queues a job of another kind."""
@@ -398,6 +219,7 @@ class HostLane:
             self._broken.pop((row, epoch), None)
             self._ended.append((row, epoch))
             self._changed.notify_all()
+        self._ring.is_quiet()
 
     def _cancel(self, belongs: Callable[[Job], bool]) -> None:
         for job in [job for job in self._queue if belongs(job)]:
@@ -495,7 +317,8 @@ class HostLane:
                 if self._queue:
                     self._running = self._queue.popleft()
                     return self._running
-                self._changed.wait()
+                # What was sent last must not stay on the device until the next recall.
+                self._changed.wait(None if self._ring.is_quiet() else COLLECT_SECONDS)
 
     def _do(self, job: Job) -> LaneError | None:
         try:

@@ -17,14 +17,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.decoding.layer_walk import Walk
 from herald_jax.engine.host_retrieval import HostRetrieval
-from herald_jax.engine.lane import Job
+from herald_jax.engine.lane_jobs import Job
 from herald_jax.engine.retrievals import Ask, FullPool, RowFailure
 from herald_jax.engine.walk_jobs import Gather, WalkLayer
 from herald_jax.models.attention import FreshKV
@@ -167,5 +166,5 @@ class LayerwiseRetrieval(HostRetrieval):
         super().cancel(row, epoch)
         self._walks = [walking for walking in self._walks if walking.ask[:2] != (row, epoch)]
 
-    def _warm_queries(self, queries: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> None:
+    def _warm_queries(self, cache: SparseCache, queries: Sequence[Sequence[Any]]) -> None:
         """Nothing: walks have no queries of a step."""

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from herald_jax.cache.host import StagingRing, StagingSlot
-from herald_jax.engine.lane import HostLane, Job, Recall
+from herald_jax.cache.host import StagingRing
+from herald_jax.engine.lane import HostLane
+from herald_jax.engine.lane_jobs import Job, Recall
 from herald_jax.retrieval.attend import AttendingStore
 from herald_jax.retrieval.recall import RecallNotes
 
@@ -82,18 +83,12 @@ class Gather(Recall):
         notes: RecallNotes,
         **numbers: Any,
     ) -> None:
-        no_columns: Any = np.zeros(0)
-        super().__init__(lane, ring, row, epoch, target, no_columns, **numbers)
+        super().__init__(lane, ring, row, epoch, target, None, **numbers)
         self._chosen = chosen
         self.notes.add(notes)
 
-    def _fill(
-        self, store: Any, slot: StagingSlot, columns: np.ndarray, first: int, count: int
-    ) -> bool:
-        for at in range(count):
-            if self._lane.is_over(self):
-                return False
-            place = (self.row, self.epoch, first + at)
-            notes = store.gather(*place, self._chosen[first + at], slot.k[at], slot.v[at])
-            self.notes.add(notes)
-        return True
+    def take_layer(
+        self, store: Any, layer: int, asked: None, k: np.ndarray, v: np.ndarray
+    ) -> RecallNotes:
+        """Copies the entries of a layer."""
+        return store.gather(self.row, self.epoch, layer, self._chosen[layer], k, v)

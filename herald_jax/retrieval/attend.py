@@ -1,7 +1,7 @@
 """Exact attention over a row of host memory: what the paper's retrieval pass asks of the host.
 
-The store of finished blocks with, besides its recalls, the three parts that a recall consists
-of when the queries of a layer depend on the attention of the layer below.
+A layer's queries then depend on the attention of the layer below, so a store chooses, copies and
+attends apart.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from herald_jax.cache.host import PinnedPool
 from herald_jax.retrieval.recall import HostStore, RecallNotes
 from herald_jax.retrieval.scan import (
     chunk_tokens,
-    count_common,
-    gather_layer,
     key_bits,
     padded_columns,
     read_only,
-    scan_layer,
     turn,
 )
 from herald_jax.retrieval.settings import SelectionConfig
@@ -79,7 +76,7 @@ def attend_row(
 
 
 class AttendingStore(HostStore):
-    """A `HostStore` that attends, chooses and copies apart."""
+    """A `HostStore` that attends as well."""
 
     def __init__(self, pool: PinnedPool, spec: SelectionConfig, **options: Any) -> None:
         super().__init__(pool, spec, **options)
@@ -95,80 +92,9 @@ class AttendingStore(HostStore):
         Raises:
             RuntimeError: If the stay has not written so many tokens.
         """
-        self._check_written(row, epoch, layer, tokens)
+        self._checked(row, epoch, layer, tokens)
         begin = self._clock()
         out, log_sum = attend_row(*self._pool.view(layer, row), q, tokens)
         scanned = 2 * tokens * self._token_bytes
         notes = RecallNotes(bytes_scanned=scanned, scan_seconds=self._clock() - begin)
         return out, log_sum, notes
-
-    def choose(
-        self,
-        row: int,
-        epoch: int,
-        layer: int,
-        cols: Float[np.ndarray, "K c D"],
-        candidates: int,
-        wanted: int,
-    ) -> tuple[Int[np.ndarray, "K n"], RecallNotes]:
-        """Positions of the entries that `recall` would copy; the arguments are the same.
-
-        Raises:
-            RuntimeError: If the stay has not written all candidates.
-        """
-        self._check_written(row, epoch, layer, candidates)
-        begin = self._clock()
-        k, _ = self._pool.view(layer, row)
-        index = scan_layer(
-            k,
-            cols,
-            candidates,
-            self.sinks,
-            wanted,
-            self._spec,
-            self._scratch,
-            group=self._group,
-        )
-        stay = self._stays[row]
-        before, stay.chosen[layer] = stay.chosen[layer], index
-        was_scanned = index.shape[1] not in (candidates, min(self.sinks, candidates))
-        return index, RecallNotes(
-            entries=index.size,
-            hits=0 if before is None else count_common(before, index),
-            bytes_scanned=candidates * self._token_bytes if was_scanned else 0,
-            scan_seconds=self._clock() - begin,
-        )
-
-    def gather(
-        self,
-        row: int,
-        epoch: int,
-        layer: int,
-        index: Int[np.ndarray, "K n"],
-        out_k: Float[np.ndarray, "K C D"],
-        out_v: Float[np.ndarray, "K C D"],
-    ) -> RecallNotes:
-        """Copies the keys and values at `index`, which `choose` gave."""
-        self._check_written(row, epoch, layer, int(index.max(initial=-1)) + 1)
-        begin = self._clock()
-        k, v = self._pool.view(layer, row)
-        gather_layer(k, v, index, out_k, out_v)
-        return RecallNotes(
-            bytes_gathered=2 * index.shape[1] * self._token_bytes,
-            gather_seconds=self._clock() - begin,
-        )
-
-    @property
-    def _token_bytes(self) -> int:
-        """Bytes of the keys of a token in one layer."""
-        shape = self.shape
-        return shape.kv_heads * shape.head_dim * np.dtype(shape.dtype).itemsize
-
-    def _check_written(self, row: int, epoch: int, layer: int, tokens: int) -> None:
-        stay = self._stays.get(row)
-        written = stay.written[layer] if stay is not None and stay.epoch == epoch else 0
-        if stay is None or written < tokens:
-            raise RuntimeError(
-                f"stay {epoch} has written {written} tokens of layer {layer} of row {row}, and "
-                f"{tokens} are to be read"
-            )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from herald_jax.cache.host import PinnedPool
 from herald_jax.retrieval.scan import (
@@ -140,7 +140,7 @@ class HostStore:
         out_k: Float[np.ndarray, "K C D"],
         out_v: Float[np.ndarray, "K C D"],
     ) -> RecallNotes:
-        """Copies the chosen keys and values of a layer, in the order of the text; what it took.
+        """Copies the best keys and values of a layer, in the order of the text; what it took.
 
         Args:
             row: The row.
@@ -155,15 +155,51 @@ class HostStore:
         Raises:
             RuntimeError: If the stay has not written all candidates.
         """
-        stay = self._stays.get(row)
-        written = stay.written[layer] if stay is not None and stay.epoch == epoch else 0
-        if stay is None or written < candidates:
-            raise RuntimeError(
-                f"stay {epoch} has written {written} tokens of layer {layer} of row {row}, and "
-                f"{candidates} are to be selected from"
-            )
+        index, notes = self.choose(row, epoch, layer, cols, candidates, wanted)
+        notes.add(self.gather(row, epoch, layer, index, out_k, out_v))
+        return notes
+
+    def recall_at(
+        self,
+        row: int,
+        epoch: int,
+        layer: int,
+        index: Int[np.ndarray, "K n"],
+        candidates: int,
+        out_k: Float[np.ndarray, "K C D"],
+        out_v: Float[np.ndarray, "K C D"],
+    ) -> RecallNotes:
+        """As `recall`, of entries that were chosen elsewhere.
+
+        Raises:
+            RuntimeError: If the stay has not written all candidates.
+            IndexError: If a position is none of them.
+        """
+        stay = self._checked(row, epoch, layer, candidates)
+        if index.size and int(index[:, -1].max()) >= candidates:
+            raise IndexError(f"positions must be in 0 to {candidates - 1}")
+        own = np.array(index, np.int32, order="C")  # what loops are compiled to take
+        notes = self._chosen(stay, layer, own)
+        notes.add(self.gather(row, epoch, layer, own, out_k, out_v))
+        return notes
+
+    def choose(
+        self,
+        row: int,
+        epoch: int,
+        layer: int,
+        cols: Float[np.ndarray, "K c D"],
+        candidates: int,
+        wanted: int,
+    ) -> tuple[Int[np.ndarray, "K n"], RecallNotes]:
+        """Positions of the entries that `recall` would copy; the arguments are the same.
+
+        Raises:
+            RuntimeError: If the stay has not written all candidates.
+        """
+        stay = self._checked(row, epoch, layer, candidates)
         begin = self._clock()
-        k, v = self._pool.view(layer, row)
+        k, _ = self._pool.view(layer, row)
         index = scan_layer(
             k,
             cols,
@@ -175,21 +211,53 @@ class HostStore:
             group=self._group,
             stage=self._stage,
         )
-        middle = self._clock()
+        notes = self._chosen(stay, layer, index)
+        if index.shape[1] not in (candidates, min(self.sinks, candidates)):
+            notes.bytes_scanned = candidates * self._token_bytes
+        notes.scan_seconds = self._clock() - begin
+        return index, notes
+
+    def gather(
+        self,
+        row: int,
+        epoch: int,
+        layer: int,
+        index: Int[np.ndarray, "K n"],
+        out_k: Float[np.ndarray, "K C D"],
+        out_v: Float[np.ndarray, "K C D"],
+    ) -> RecallNotes:
+        """Copies the keys and values at `index`, ascending, all of which the stay has written."""
+        self._checked(row, epoch, layer, int(index[:, -1:].max(initial=-1)) + 1)
+        begin = self._clock()
+        k, v = self._pool.view(layer, row)
         gather_layer(k, v, index, out_k, out_v)
-        end = self._clock()
-        before, stay.chosen[layer] = stay.chosen[layer], index
-        number = index.shape[1]
-        was_scanned = number not in (candidates, min(self.sinks, candidates))
-        token_bytes = k.shape[0] * k.shape[2] * k.itemsize
         return RecallNotes(
-            entries=index.size,
-            hits=0 if before is None else count_common(before, index),
-            bytes_scanned=candidates * token_bytes if was_scanned else 0,
-            bytes_gathered=2 * number * token_bytes,
-            scan_seconds=middle - begin,
-            gather_seconds=end - middle,
+            bytes_gathered=2 * index.shape[1] * self._token_bytes,
+            gather_seconds=self._clock() - begin,
         )
+
+    def _chosen(self, stay: _Stay, layer: int, index: np.ndarray) -> RecallNotes:
+        """Remembers what was chosen; how much of it was chosen the time before."""
+        before, stay.chosen[layer] = stay.chosen[layer], index
+        hits = 0 if before is None else count_common(before, index)
+        return RecallNotes(entries=index.size, hits=hits)
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of the keys of a token in one layer."""
+        shape = self.shape
+        return shape.kv_heads * shape.head_dim * np.dtype(shape.dtype).itemsize
+
+    def _checked(self, row: int, epoch: int, layer: int, tokens: int) -> _Stay:
+        """The stay, which has written so many tokens of the layer."""
+        stay = self._stays.get(row)
+        written = stay.written[layer] if stay is not None and stay.epoch == epoch else 0
+        if stay is None or written < tokens:
+            raise RuntimeError(
+                f"stay {epoch} has written {written} tokens of layer {layer} of row {row}, and "
+                f"{tokens} are to be read"
+            )
+        return stay
 
     def forget(self, row: int, epoch: int) -> None:
         """Ends a stay: what it wrote can no longer be selected."""

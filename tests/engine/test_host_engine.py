@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from herald_jax import LLM, CacheConfig, ConfigError, SamplingParams
-from herald_jax.engine.lane import Append, Job, Recall
+from herald_jax.engine.lane_jobs import Append, Job, Recall
 from herald_jax.outputs import GenerationError
 from tests.engine.sparse_engines import (
     CONFIG,

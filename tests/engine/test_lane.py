@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing, host_sharding
-from herald_jax.engine.lane import Append, HostLane, Job, LaneError, Recall
+from herald_jax.engine.lane import HostLane
+from herald_jax.engine.lane_jobs import Append, Job, LaneError, Recall
 from herald_jax.retrieval import SelectionConfig, choose, gather_rows, importance
 from herald_jax.retrieval.recall import HostStore
 
@@ -403,6 +405,51 @@ def test_recalls_that_cannot_fit_are_refused_by_the_caller(setup):
     for index in range(5):
         setup.append(0, 1, index)
     assert_pool(setup.recall(0, 1, 6, wanted=ROOM - SINKS), 0, wanted=ROOM - SINKS)
+
+
+def test_positions_that_the_device_chose_are_copied(setup):
+    """Kind of fault: the host trusts positions of another row, or of padding."""
+    for index in range(4):
+        setup.append(0, 1, index)
+    chance = np.random.default_rng(8)
+    order = np.argsort(chance.random((LAYERS, KV_HEADS, 4 * BLOCK)), -1)[:, :, : SINKS + 7]
+    padding = np.full((LAYERS, KV_HEADS, 5), 2**30)
+    positions = np.concatenate([np.sort(order, -1), padding], -1).astype(np.int32)
+
+    def ask(positions: np.ndarray, candidates: int = 4 * BLOCK) -> Recall:
+        return setup.lane.recall_positions(0, 1, 5, jnp.asarray(positions), candidates, 7)
+
+    k, v = (np.concatenate(part, 2) for part in zip(*map(block, range(4)), strict=True))
+    for recall, hit_share in ((ask(positions), 0.0), (ask(positions), 1.0)):
+        for found, text in zip(take(recall), (k, v), strict=True):
+            right = np.take_along_axis(text, positions[:, :, : SINKS + 7, None], 2)
+            np.testing.assert_array_equal(found, right)
+        account = recall.account
+        assert (account.bytes_scanned, account.hit_share) == (0, hit_share)
+        assert account.bytes_gathered == 2 * LAYERS * KV_HEADS * (SINKS + 7) * DIM * 4
+    with pytest.raises(ValueError, match=r"positions are \[3, 2, 8\] instead of \[3, 2, 9 or more"):
+        ask(positions[:, :, :8])
+    outside = ask(positions, 3 * BLOCK)
+    assert outside.wait(SECONDS) and isinstance(outside.error.__cause__, IndexError)
+    assert "0 to 47" in str(outside.error)
+    setup.lane.cancel(0, 1)
+    early = ask(positions)
+    assert early.wait(SECONDS) and "has written 0 tokens" in str(early.error)
+    assert setup.free_slots() == SLOTS
+
+
+def test_a_cancelled_recall_leaves_nothing_on_the_device(setup):
+    """Kind of fault: arrays of the last request stay until somebody else asks."""
+    for index in range(3):
+        setup.append(0, 1, index)
+    recall = setup.recall(0, 1, 4)
+    assert recall.wait(SECONDS)
+    sent = [weakref.ref(array) for chunk in recall.ready_chunks() for array in chunk.send()]
+    setup.lane.cancel(0, 1)
+    deadline = time.monotonic() + SECONDS
+    while any(array() is not None for array in sent):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_random_traffic_leaks_nothing():
