@@ -13,9 +13,15 @@ from collections.abc import Sequence
 
 from herald_jax import __version__
 from herald_jax._checks import ConfigError
-from herald_jax.commands import convert, generate, models, serve
+from herald_jax.commands import convert, generate, models, plan, serve
 
-COMMANDS = {"generate": generate, "serve": serve, "convert": convert, "models": models}
+COMMANDS = {
+    "generate": generate,
+    "serve": serve,
+    "convert": convert,
+    "models": models,
+    "plan": plan,
+}
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. argparse ends with `USAGE` by itself."""
 

@@ -78,6 +78,31 @@ def find_checkpoint(
     return converted, checkpoint.load_config(converted)
 
 
+def read_model_config(model: str | Path) -> ModelConfig:
+    """The description of a model, without its weights; nothing is converted or written.
+
+    Args:
+        model: A folder that needs to hold no more than `config.json`, or a hub id.
+
+    Raises:
+        ConversionError: If there is no such folder, or it cannot be fetched.
+        ConfigError: If its `config.json` does not tell what the model is.
+    """
+    from convert.examine import examine
+    from convert.reader import find_source
+
+    folder, _ = find_source(Path(model).expanduser())
+    if not _is_hugging_face(folder):
+        return ModelConfig.load(folder)
+    description = examine(folder).description
+    if description.config is None or not description.sizes_known:
+        raise ConfigError(
+            f"{folder / 'config.json'} does not tell what the model is; "
+            f"`herald convert {model} --dry-run` says what is missing."
+        )
+    return description.config
+
+
 def _is_hugging_face(folder: Path) -> bool:
     """True if `config.json` is one that Hugging Face models carry."""
     try:

@@ -15,11 +15,13 @@ A row alone also waits from its lookahead, in the second pass, until its pool is
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from herald_jax._checks import ConfigError, require_int
 from herald_jax.cache.budget import BlockCounts
 from herald_jax.cache.layout import kv_bytes_per_token, round_up
+from herald_jax.cache.shape import SparseShape
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.engine.config import PAGE_TOKENS
@@ -145,13 +147,19 @@ def placement_name(cache: CacheConfig | None) -> str:
     return name if cache.key_index == "none" else f"{name}, {cache.key_index} index"
 
 
+@functools.lru_cache(maxsize=64)  # a budget looks at every block of the context
+def _shape_of_a_row(cache: CacheConfig, model: ModelConfig, context: int) -> SparseShape:
+    return sparse_shape(cache, model, 1, context)
+
+
 def cache_bytes(work: Workload, cache: CacheConfig | None, rows: int) -> tuple[int, int]:
     """Device and host bytes of the cache of an engine with so many rows."""
     model = work.model
     if cache is None:
         tokens = round_up(work.context, round_up(PAGE_TOKENS, model.block_length))
         return rows * tokens * kv_bytes_per_token(model, work.itemsize), 0
-    shape = sparse_shape(cache, model, rows, work.context)
+    one = _shape_of_a_row(cache, model, work.context)
+    shape = dataclasses.replace(one, rows=rows, num_pages=rows * one.num_pages)
     return shape.device_bytes(model, work.itemsize), shape.host_bytes(model, work.itemsize)
 
 
@@ -349,6 +357,17 @@ def _refusal(
     return (
         f"{rows} rows of {work.context} tokens ({placement_name(cache)}) need {need / 1e9:.4g} GB "
         f"of {name.partition(' ')[0]} memory, and there are {have / 1e9:.4g}. {fix}."
+    )
+
+
+def placements() -> tuple[CacheConfig | None, ...]:
+    """What a plan compares where no cache is named: dense, MAGE, and HERALD in three forms."""
+    return (
+        None,
+        CacheConfig(placement="device", lookahead=False),
+        CacheConfig(placement="device"),
+        CacheConfig(placement="host"),
+        CacheConfig(placement="host", key_index="int8"),
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from herald_jax._checks import ConfigError
+from herald_jax.commands.fields import parse_fields
 
 if TYPE_CHECKING:
     from herald_jax.cache_config import CacheConfig
@@ -22,28 +22,7 @@ def parse_cache(fields: Sequence[str]) -> CacheConfig:
     """
     from herald_jax.cache_config import CacheConfig  # imports JAX, which `--help` need not wait for
 
-    known = [field.name for field in dataclasses.fields(CacheConfig)]
-    given: dict[str, Any] = {}
-    for item in fields:
-        name, equals, text = item.partition("=")
-        name = name.replace("-", "_")
-        if name not in known or not equals:
-            raise ConfigError(
-                f"--cache {item!r}: expected FIELD=VALUE with a field of {', '.join(known)}"
-            )
-        if name in given:
-            raise ConfigError(f"--cache names {name} twice")
-        given[name] = _value(text)
-    return CacheConfig(**given)
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
+    return CacheConfig(**parse_fields("--cache", fields, CacheConfig))
 
 
 class CacheAction(argparse.Action):
