@@ -147,7 +147,7 @@ def test_a_missing_model(capsys):
 
 
 def test_unknown_commands_and_options_end_with_a_usage_error(capsys):
-    assert set(COMMANDS) == {"generate", "serve", "convert", "models"}
+    assert set(COMMANDS) == {"generate", "serve", "convert", "models", "plan"}
     for arguments in (["serve"], [], ["generate", "--model", "m"], ["generate", "--heat", "1"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
