@@ -50,6 +50,36 @@ class PagedCache(NamedTuple):
         )
 
 
+class PageBlocks(NamedTuple):
+    """Where blocks of B tokens lie in a page pool; those that are not written, nowhere."""
+
+    page: Int[Array, "M 1"]
+    offsets: Int[Array, "M B"]
+
+    @classmethod
+    def of(
+        cls,
+        pool_shape: tuple[int, ...],
+        tables: Int[Array, "M W"],
+        block_index: Int[Array, " M"],
+        is_written: Bool[Array, " M"],
+        block_length: int,
+    ) -> Self:
+        """The places of blocks on the absolute grid, by the page tables of their requests."""
+        pages, _, page_tokens, _ = pool_shape
+        start = block_index * block_length
+        page = jnp.take_along_axis(tables, (start // page_tokens)[:, None], axis=1)
+        # Out-of-range pages are dropped by the scatter.
+        page = jnp.where(is_written[:, None], page, pages)
+        return cls(page, (start % page_tokens)[:, None] + jnp.arange(block_length))
+
+    def write(
+        self, pool: Float[Array, "N K page D"], new: Float[Array, "M B K D"]
+    ) -> Float[Array, "N K page D"]:
+        """The pool with these blocks in it."""
+        return pool.at[self.page, :, self.offsets].set(new, mode="drop")
+
+
 class PagedPass:
     """One pass over the cache, for use inside a trace.
 
@@ -76,23 +106,15 @@ class PagedPass:
             block_length: B; divides the page size.
         """
         self._k, self._v = list(cache.k), list(cache.v)
-        pages, _, page_tokens, _ = cache.k[0].shape
-        start = block_index * block_length
-        page = jnp.take_along_axis(tables, (start // page_tokens)[:, None], axis=1)[:, 0]
+        shape = cache.k[0].shape
+        self._blocks = PageBlocks.of(shape, tables, block_index, is_written, block_length)
         self._tables = tables
-        # Out-of-range pages are dropped by the scatter.
-        self._page = jnp.where(is_written, page, pages)[:, None]
-        self._offsets = (start % page_tokens)[:, None] + jnp.arange(block_length)
-        self._lengths = jnp.where(is_written, start + block_length, 0)
+        self._lengths = jnp.where(is_written, (block_index + 1) * block_length, 0)
 
     def attend(self, layer: int, q: Float[Array, "M B H D"], fresh: FreshKV) -> jax.Array:
         """Writes the blocks' keys and values, then attends to all tokens up to their ends."""
-
-        def write(pool: jax.Array, new: Float[Array, "M B K D"]) -> jax.Array:
-            return pool.at[self._page, :, self._offsets].set(new, mode="drop")
-
-        self._k[layer] = write(self._k[layer], fresh.k)
-        self._v[layer] = write(self._v[layer], fresh.v)
+        self._k[layer] = self._blocks.write(self._k[layer], fresh.k)
+        self._v[layer] = self._blocks.write(self._v[layer], fresh.v)
         return paged_attention(q, self._k[layer], self._v[layer], self._tables, self._lengths)
 
     @property

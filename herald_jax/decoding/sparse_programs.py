@@ -16,8 +16,8 @@ from herald_jax.cache.key_index import KeyIndex
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
-from herald_jax.decoding.sparse_slots import Lookahead, SparseStates, run_sparse_slots
+from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, SlotOutput
+from herald_jax.decoding.sparse_slots import Lookahead, run_sparse_slots
 from herald_jax.decoding.steps import DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Params, bind
 from herald_jax.retrieval import select
@@ -26,7 +26,7 @@ from herald_jax.retrieval.device import BudgetTable, Selector
 
 def step(
     cache: SparseCache,
-    states: SparseStates,
+    states: RowStates,
     params: Params,
     tables: Int[Array, "R W"],
     starts: RowStarts,
@@ -38,7 +38,7 @@ def step(
     spec: ProposalSpec,
     budget: BudgetTable,
     lookahead: Lookahead,
-) -> tuple[SparseCache, SparseStates, SlotOutput, list[Any]]:
+) -> tuple[SparseCache, RowStates, SlotOutput, list[Any]]:
     """One step, with the lookahead queries (or drafts) of the rows in `ahead`."""
     return run_sparse_slots(
         bind(model, params),
@@ -58,7 +58,7 @@ def step(
 
 def exact_step(
     cache: SparseCache,
-    states: SparseStates,
+    states: RowStates,
     params: Params,
     tables: Int[Array, "R W"],
     starts: RowStarts,
@@ -71,7 +71,7 @@ def exact_step(
     spec: ProposalSpec,
     budget: BudgetTable,
     selector: Selector,
-) -> tuple[SparseCache, SparseStates]:
+) -> tuple[SparseCache, RowStates]:
     """Step 0 of some rows over their whole prefix, which also selects for the steps after it.
 
     This is MAGE's first step (arXiv 2602.14209). `targets` are the blocks that the rows begin,
@@ -170,7 +170,7 @@ def select_pool(
 
 
 def first_step(
-    states: SparseStates,
+    states: RowStates,
     params: Params,
     starts: RowStarts,
     rows: Int[Array, " M"],
@@ -179,14 +179,14 @@ def first_step(
     *,
     model: ModelConfig,
     spec: ProposalSpec,
-) -> SparseStates:
+) -> RowStates:
     """The states after step 0 of some rows, from the hidden states after the last layer."""
     decoder = bind(model, params)
     states = states.begin(starts)
-    block, _, is_stopped = states.take(rows)
-    proposal = offer_from(decoder, decoder.norm(hidden), block, options, spec)
-    after = commit(model, proposal, block, options)
-    return states.put(rows, SparseStates(after, proposal.likeliest, is_stopped))
+    own = states.take(rows)
+    proposal = offer_from(decoder, decoder.norm(hidden), own.block, options, spec)
+    after = commit(model, proposal, own.block, options)
+    return states.put(rows, own._replace(block=after, draft=proposal.likeliest))
 
 
 def place_recent(

@@ -23,50 +23,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from herald_jax.cache.key_index import KeyIndex
-from herald_jax.cache.paged import PagedCache
+from herald_jax.cache.paged import PageBlocks, PagedCache
 from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
-from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
+from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, RunningSlots, SlotOutput
+from herald_jax.decoding.steps import DecodingOptions, commit, offer_from
 from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Decoder
 from pallas_kernels import PagedSegment, Segment, segment_attention
-
-
-class SparseStates(NamedTuple):
-    """The running block of every row, and the draft that its step 0 left."""
-
-    block: BlockState
-    draft: Int[Array, "R B"]
-    is_stopped: Bool[Array, " R"]
-
-    @classmethod
-    def empty(cls, rows: int, block_length: int) -> SparseStates:
-        """States in which no row has begun."""
-        zeros = jnp.zeros((rows, block_length), jnp.int32)
-        block = BlockState.start(jnp.zeros((rows,), jnp.int32), zeros, zeros > 0)
-        # Another array than the block's tokens: a buffer can be donated once only.
-        return cls(block, jnp.zeros_like(zeros), jnp.ones((rows,), bool))
-
-    def begin(self, starts: RowStarts) -> SparseStates:
-        """The states with fresh blocks in the rows that begin."""
-        fresh = BlockState.start(starts.index, starts.tokens, starts.is_masked)
-        block = jax.tree.map(
-            lambda new, old: _choose(starts.is_started, new, old), fresh, self.block
-        )
-        return SparseStates(block, self.draft, self.is_stopped & ~starts.is_started)
-
-    def take(self, rows: Int[Array, " M"]) -> SparseStates:
-        """The states of some rows; a number past the last row reads the last."""
-        return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
-
-    def put(self, rows: Int[Array, " M"], new: SparseStates) -> SparseStates:
-        """The states with those of some rows replaced; numbers past the last row are dropped."""
-        return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), self, new)
-
-
-def _choose(condition: Bool[Array, " M"], new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,6 +130,11 @@ class SparsePass:
         self._own_lengths = where(live, places.own)
         self._own_beside_pages = where(~places.is_written, places.own)
         self._partner_lengths = where(places.partner >= 0, block_length)
+        if self._k:
+            is_written = places.is_written & live
+            self._blocks = PageBlocks.of(
+                self._k[0].shape, self._tables, places.prefix, is_written, block_length
+            )
         self.queries: list[jax.Array] = []
 
     def attend(self, layer: int, q: Float[Array, "M B H D"], fresh: FreshKV) -> jax.Array:
@@ -174,7 +143,8 @@ class SparsePass:
         slots = jnp.arange(q.shape[0])
         partner = Segment(*own, jnp.maximum(self._places.partner, 0), self._partner_lengths)
         if layer < len(self._k):
-            self._write_pages(layer, fresh)
+            self._k[layer] = self._blocks.write(self._k[layer], fresh.k)
+            self._v[layer] = self._blocks.write(self._v[layer], fresh.v)
             pages = PagedSegment(self._k[layer], self._v[layer], self._tables, self._page_lengths)
             beside = Segment(*own, slots, self._own_beside_pages)
             return segment_attention(q, [pages, beside, partner])
@@ -201,20 +171,6 @@ class SparsePass:
             self._index[at] = self._index[at].write(self._written_rows, start, keys)
         return out
 
-    def _write_pages(self, layer: int, fresh: FreshKV) -> None:
-        pages, _, page_tokens, _ = self._k[layer].shape
-        start = self._places.prefix * self._block
-        page = jnp.take_along_axis(self._tables, (start // page_tokens)[:, None], axis=1)
-        is_written = self._places.is_written & self._places.is_live
-        page = jnp.where(is_written[:, None], page, pages)
-        offsets = (start % page_tokens)[:, None] + jnp.arange(self._block)
-
-        def write(pool: jax.Array, new: Float[Array, "M B K D"]) -> jax.Array:
-            return pool.at[page, :, offsets].set(new, mode="drop")
-
-        self._k[layer] = write(self._k[layer], fresh.k)
-        self._v[layer] = write(self._v[layer], fresh.v)
-
     @property
     def cache(self) -> SparseCache:
         """The cache after the layers that have run."""
@@ -226,7 +182,7 @@ class SparsePass:
 def run_sparse_slots(
     decoder: Decoder,
     cache: SparseCache,
-    states: SparseStates,
+    states: RowStates,
     tables: Int[Array, "R W"],
     pooled: Int[Array, " N"],
     starts: RowStarts,
@@ -237,7 +193,7 @@ def run_sparse_slots(
     *,
     is_exact: bool,
     lookahead: Lookahead,
-) -> tuple[SparseCache, SparseStates, SlotOutput, list[Any]]:
+) -> tuple[SparseCache, RowStates, SlotOutput, list[Any]]:
     """One pass over the decode slots and the lookahead slots.
 
     Args:
@@ -262,11 +218,10 @@ def run_sparse_slots(
     config = decoder.config
     block_length, rows = config.block_length, tables.shape[0]
     states = states.begin(starts)
-    block, draft, is_stopped = states.take(decode.rows)
-    is_running = (decode.rows < rows) & ~is_stopped & (block.index < decode.block_limits)
-    is_masked = block.is_masked & is_running[:, None]
-    is_committing = is_running & ~is_masked.any(-1)
+    running = RunningSlots.of(states, decode)
+    block, is_running = running.states.block, running.is_running
     before = states.take(ahead)
+    assert before.draft is not None  # states of a sparse cache have them
     drafted = jnp.where(before.block.is_masked, before.draft, before.block.tokens)
     masks = jnp.full_like(drafted, config.mask_token_id)
 
@@ -282,7 +237,7 @@ def run_sparse_slots(
         prefix=prefix,
         is_live=jnp.concatenate([is_running, *[ahead < rows] * groups]),
         is_written=is_decode,
-        is_committing=jnp.concatenate([is_committing, nothing]),
+        is_committing=jnp.concatenate([running.is_committing, nothing]),
         partner=jnp.where(is_query, slots - extra, -1),
         is_exact=(is_decode & is_exact) | is_walking,
         own=jnp.where(is_walking, len(lookahead.walkers), block_length),
@@ -296,19 +251,9 @@ def run_sparse_slots(
     sparse = SparsePass(cache, tables, pooled, places, block_length, reads_store=reads_store)
     hidden, fresh = decoder(tokens, positions, sparse.attend)
 
-    running = block._replace(is_masked=is_masked)
-    proposal = offer_from(decoder, hidden[:count], running, options, spec)
-    after = commit(config, proposal, running, options)
-    after = after._replace(is_masked=_choose(is_running, after.is_masked, block.is_masked))
-    is_first = is_running & (block.steps == 0) & ~is_committing
-    draft = _choose(is_first, proposal.likeliest, draft)
-    is_stop = (after.tokens[..., None] == decode.stop_ids[:, None, :]).any(-1)
-    is_stopped = is_stopped | (is_committing & (is_stop & (after.unmask_steps >= 0)).any(-1))
-    all_masked = jnp.ones_like(after.is_masked)
-    following = BlockState.start(after.index + 1, jnp.zeros_like(after.tokens), all_masked)
-    moved = jax.tree.map(lambda new, old: _choose(is_committing, new, old), following, after)
-    states = states.put(decode.rows, SparseStates(moved, draft, is_stopped))
-    output = SlotOutput(is_committing, after)
+    proposal = offer_from(decoder, hidden[:count], running.block, options, spec)
+    after = commit(config, proposal, running.block, options)
+    states, output = running.finish(states, after, proposal.likeliest)
     if is_exact:
         return sparse.cache, states, output, [q[:count] for q in sparse.queries]
     if lookahead.is_on_host:

@@ -22,8 +22,8 @@ from herald_jax.decoding import layer_walk, sparse_programs
 from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerOutput, LayerPrefill
 from herald_jax.decoding.layer_walk import Walk
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import RowStarts
-from herald_jax.decoding.sparse_slots import Lookahead, SparseStates
+from herald_jax.decoding.rows import RowStarts, RowStates
+from herald_jax.decoding.sparse_slots import Lookahead
 from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Params
 from herald_jax.retrieval.device import BudgetTable, Selector
@@ -282,13 +282,13 @@ class SparsePrograms:
     def first_step(
         self,
         spec: ProposalSpec,
-        states: SparseStates,
+        states: RowStates,
         params: Params,
         starts: RowStarts,
         row: int,
         hidden: jax.Array,
         options: Any,
-    ) -> SparseStates:
+    ) -> RowStates:
         """The states after a row's step 0, whose hidden states are given."""
         args = (states, params, starts, np.asarray([row], np.int32), hidden, options)
         return self._first_step(spec, *args)(*args)
@@ -300,7 +300,7 @@ class SparsePrograms:
     def warm_first_step(
         self,
         spec: ProposalSpec,
-        states: SparseStates,
+        states: RowStates,
         params: Params,
         starts: RowStarts,
         options: Any,

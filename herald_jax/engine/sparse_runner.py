@@ -29,8 +29,7 @@ from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
-from herald_jax.decoding.sparse_slots import SparseStates
+from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, SlotOutput
 from herald_jax.engine.host_retrieval import HostRetrieval
 from herald_jax.engine.lane import LaneError
 from herald_jax.engine.layerwise_retrieval import LayerwiseRetrieval, WalkStart
@@ -117,7 +116,7 @@ class SparseRunner:
         dtype = self.params["embed_tokens"]["embedding"].dtype
         self._cache: Any = None  # the old one goes first: there may be no room for two
         self._cache = SparseCache.zeros(self.config, self._shape, dtype)
-        self._states = SparseStates.empty(self.max_rows, self.config.block_length)
+        self._states = RowStates.empty(self.max_rows, self.config.block_length, has_draft=True)
         self._device_tables = jnp.array(self._tables, copy=True)
         self._arrays.reset()
         self._stays: dict[int, Stay] = {}

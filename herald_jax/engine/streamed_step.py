@@ -14,8 +14,7 @@ import numpy as np
 
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.slots import RowStarts
-from herald_jax.decoding.sparse_slots import SparseStates
+from herald_jax.decoding.rows import RowStarts, RowStates
 from herald_jax.engine.sparse_compiled import SparsePrograms
 from herald_jax.models.decoder import Params
 
@@ -26,7 +25,7 @@ FetchLayer = Callable[[int], tuple[jax.Array, jax.Array]]
 def streamed_step(
     programs: SparsePrograms,
     cache: SparseCache,
-    states: SparseStates,
+    states: RowStates,
     params: Params,
     *,
     row: int,
@@ -37,7 +36,7 @@ def streamed_step(
     fetch: FetchLayer,
     options: Any,
     spec: ProposalSpec,
-) -> tuple[SparseCache, SparseStates]:
+) -> tuple[SparseCache, RowStates]:
     """Step 0 of one row's block over its whole prefix, which also fills the block's pool.
 
     Args:
