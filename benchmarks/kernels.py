@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels
-from benchmarks.kernel_parts import PARTS, SIZES, measure
+from benchmarks.kernel_parts import PARTS, SIZES, compile_together, measure
 from benchmarks.record import RESULTS, current_commit, write_record
 from benchmarks.timing import measured_bandwidth, measured_matmul_rate, seconds_per_call
 from pallas_kernels import Segment, reference
@@ -64,7 +64,6 @@ BLOCK_LENGTH = 32
 KERNELS = ("block", "prefill", *PARTS)
 
 VARIANTS = {
-    "in_place": {"is_direct": True, "slack": 6},
     "ordered": {"is_direct": True, "slack": 6, "is_ordered": True},
     "tails": {"is_direct": True, "slack": 6, "is_ordered": True, "splits_tails": True},
     "ahead": {
@@ -85,9 +84,14 @@ def _draw(seed: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
+def _loop(attend: Callable[..., jax.Array], calls: int) -> Any:
+    """A program of `calls` calls, each of which takes the result of the one before."""
+    return jax.jit(lambda q, *rest: lax.fori_loop(0, calls, lambda _, q: attend(q, *rest), q))
+
+
 def seconds(attend: Callable[..., jax.Array], q: jax.Array, *operands: Any, calls: int) -> float:
     """Seconds of one of `calls` calls, each of which takes the result of the one before."""
-    program = jax.jit(lambda q, *rest: lax.fori_loop(0, calls, lambda _, q: attend(q, *rest), q))
+    program = _loop(attend, calls)
     return seconds_per_call(lambda: program(q, *operands), 2, samples=5) / calls
 
 
@@ -205,11 +209,17 @@ def block_row(
 
     others = {name: run for name, run in _baselines(q, k, v, calls) if name in baselines}
     variants = {} if jax.default_backend() == "cpu" else VARIANTS
-    for name, changes in variants.items():
-        run = _variant(changes, (index, lengths))
-        others[name] = functools.partial(seconds, run, q, k, v, calls=calls)
+    kernels = {"kernel": kernel}
+    kernels |= {name: _variant(changes, (index, lengths)) for name, changes in variants.items()}
+    lowered = {name: _loop(run, calls).lower(q, k, v) for name, run in kernels.items()}
+    for name, program in compile_together(lowered).items():
+        others[name] = functools.partial(
+            lambda program: seconds_per_call(lambda: program(q, k, v), 2, samples=5) / calls,
+            program,
+        )
+    own = others.pop("kernel")()
     return {
-        "seconds": seconds(kernel, q, k, v, calls=calls),
+        "seconds": own,
         "bytes": k.nbytes + v.nbytes,
         "flops": 4 * rows * BLOCK_LENGTH * heads.query * heads.dim * tokens,
         "baseline_seconds": {name: _attempt(name, measure) for name, measure in others.items()},
