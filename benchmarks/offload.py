@@ -2,15 +2,17 @@
 
 One request decodes behind a long prompt over the sparse cache and, if asked for, over the dense
 one. A block runs a static schedule, as random weights pass no threshold. Device bytes are those
-of the allocator, without the weights, in the decode phase: `held` between two blocks, `most`
-right behind any dispatch, when entries from the host may be arriving. A CPU has no such count;
-its live arrays are summed instead.
+of the allocator, beyond what it held before the engine was made, in the decode phase: `held`
+between two blocks, `most` right behind any dispatch, when entries from the host may be arriving.
+The allocator counts whole pieces of memory, which may be larger than the array in them, so what
+JAX's arrays hold is recorded besides. A CPU has no such count; there that is all.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,31 @@ from herald_jax.model_source import find_checkpoint
 from herald_jax.models.decoder import Params, random_params
 
 
-class DeviceBytes:
-    """Device bytes beside the weights, now and behind every dispatch of an engine."""
+def bytes_in_use() -> int:
+    """Device bytes by the allocator's count."""
+    stats = jax.devices()[0].memory_stats()
+    return bytes_in_arrays() if stats is None else stats["bytes_in_use"]
 
-    def __init__(self, engine: LLMEngine) -> None:
+
+def bytes_in_arrays() -> int:
+    """Device bytes of all JAX arrays."""
+    kind = jax.devices()[0].default_memory().kind
+    alive = [array for array in jax.live_arrays() if not array.is_deleted()]
+    return sum(array.nbytes for array in alive if array.sharding.memory_kind == kind)
+
+
+class DeviceBytes:
+    """Device bytes since it was made, now and behind every dispatch of an engine."""
+
+    def __init__(self) -> None:
+        gc.collect()  # of an engine before this one
+        self._in_use, self._in_arrays = bytes_in_use(), bytes_in_arrays()
+        self.samples: list[int] = []
+
+    def watch(self, engine: LLMEngine) -> None:
+        """Notes from now on what is held behind each dispatch."""
         runner: Any = engine.runner
         self._runner = runner
-        self._weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.params))
-        self.samples: list[int] = []
         dispatch = runner.dispatch
 
         def watched(*args: Any) -> Any:
@@ -51,15 +70,11 @@ class DeviceBytes:
 
     def now(self) -> int:
         """What is held at this moment."""
-        stats = jax.devices()[0].memory_stats()
-        return self.arrays() if stats is None else stats["bytes_in_use"] - self._weights
+        return bytes_in_use() - self._in_use
 
     def arrays(self) -> int:
         """What JAX's arrays hold of it."""
-        kind = jax.devices()[0].default_memory().kind
-        alive = [array for array in jax.live_arrays() if not array.is_deleted()]
-        here = sum(array.nbytes for array in alive if array.sharding.memory_kind == kind)
-        return here - self._weights
+        return bytes_in_arrays() - self._in_arrays
 
     def settled(self) -> int:
         """What is held once the steps have run that were dispatched, and entries have arrived."""
@@ -75,12 +90,15 @@ def measure(
 ) -> dict[str, Any]:
     """Bytes and times of one request of `arguments.blocks` blocks behind `context` tokens."""
     new = arguments.blocks * config.block_length
+    jax.block_until_ready(params)
+    device_bytes = DeviceBytes()
     engine = LLMEngine(
         config,
         params,
         EngineConfig(max_model_len=context + new, max_num_seqs=1, cache=cache),
     )
-    engine.warmup([GREEDY])
+    if not arguments.no_warmup:
+        engine.warmup([GREEDY])
     llm = LLM.from_engine(engine)
     sampling = SamplingParams(
         max_tokens=new,
@@ -89,7 +107,7 @@ def measure(
         denoising_steps=arguments.steps,
     )
     prompt = np.random.default_rng(context).integers(0, config.vocab_size // 2, context).tolist()
-    device_bytes = DeviceBytes(engine)
+    device_bytes.watch(engine)
     held, arrays, ends, output = [], [], [time.perf_counter()], None
     for event in llm.stream(prompt, sampling):
         held.append(device_bytes.settled())
@@ -203,6 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=1638, help="tokens selected for a block")
     parser.add_argument("--blocks", type=int, default=6, help="blocks to decode")
     parser.add_argument("--steps", type=int, default=20, help="denoising steps of a block")
+    parser.add_argument("--no-warmup", action="store_true", help="compile what is needed, in time")
     parser.add_argument("--dense", action="store_true", help="measure the dense engine as well")
     parser.add_argument("--seconds", type=float, default=600, help="begin no context after these")
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
