@@ -54,6 +54,8 @@ class RecallAccount:
         bytes_sent: Bytes sent to the device.
         hit_share: Share of the entries that the row's pool before held as well.
         seconds: Time from the request until the last entry was ready to be sent.
+        scan_seconds: Part of it in which entries were chosen.
+        gather_seconds: Part of it in which they were copied.
     """
 
     bytes_scanned: int
@@ -61,6 +63,8 @@ class RecallAccount:
     bytes_sent: int
     hit_share: float
     seconds: float
+    scan_seconds: float = 0.0
+    gather_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

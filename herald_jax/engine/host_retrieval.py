@@ -24,6 +24,7 @@ from herald_jax.engine.lane import HostLane
 from herald_jax.engine.lane_jobs import Append, Job, Recall
 from herald_jax.engine.retrievals import Ask, FullPool, RetrievalCounts, RowFailure
 from herald_jax.engine.sparse_compiled import SparsePrograms
+from herald_jax.engine.trace import Trace
 from herald_jax.retrieval.queries import query_positions
 from herald_jax.retrieval.recall import HostStore
 from herald_jax.retrieval.select import column_group
@@ -104,6 +105,10 @@ class HostRetrieval:
     def host_bytes(self) -> int:
         """Bytes of pinned memory."""
         return self._pool.nbytes + self._ring.nbytes
+
+    def set_trace(self, trace: Trace | None) -> None:
+        """Tells a trace what the lane does."""
+        self._lane.trace = trace
 
     def take_layer(self, row: int, epoch: int, at: int, k: jax.Array, v: jax.Array, n: int) -> None:
         """Sends a prompt's layer to the host."""

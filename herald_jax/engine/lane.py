@@ -24,7 +24,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -42,6 +42,9 @@ from herald_jax.engine.lane_jobs import (
 from herald_jax.retrieval.recall import HostStore
 from herald_jax.retrieval.scan import default_threads, set_threads
 
+if TYPE_CHECKING:
+    from herald_jax.engine.trace import Trace
+
 COLLECT_SECONDS = 0.005
 """Pause between two looks of an idle worker at arrays that are on their way to the device."""
 
@@ -56,6 +59,9 @@ class HostLane:
         threads: Most threads of a scan; all cores but one if left out.
         before_job: Called on the worker before each job, which it may delay or fail.
         clock: Gives seconds.
+
+    Attributes:
+        trace: Is told of every job, on the worker; nobody, if `None`.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class HostLane:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
+        self.trace: Trace | None = None
         self._store, self._ring, self._sharding = store, ring, sharding
         self._threads = default_threads() if threads is None else threads
         self._before_job = before_job
@@ -284,8 +291,11 @@ class HostLane:
         try:
             set_threads(self._threads)
             while (job := self._next()) is not None:
-                self._finish(job, self._do(job))
-                del job
+                begin, error = self.clock(), self._do(job)
+                if self.trace is not None:
+                    self.trace.on_job(job, begin, self.clock(), failed=error is not None)
+                self._finish(job, error)
+                del job, error
         finally:  # nobody shall wait for a thread that has ended
             with self._changed:
                 self._is_closing = True

@@ -186,6 +186,8 @@ class Recall(Job):
             bytes_sent=self.bytes_sent,
             hit_share=self.notes.hit_share,
             seconds=self.seconds,
+            scan_seconds=self.notes.scan_seconds,
+            gather_seconds=self.notes.gather_seconds,
         )
 
     def ready_chunks(self) -> list[RecallChunk]:

@@ -41,6 +41,7 @@ from herald_jax.engine.slot_arrays import RowSampling
 from herald_jax.engine.slot_runner import CommittedBlock, SlotRunner
 from herald_jax.engine.sparse_runner import SparseRunner
 from herald_jax.engine.sparse_sizes import size_sparse_engine
+from herald_jax.engine.trace import Sent, Trace, Traced
 from herald_jax.models.decoder import (
     Params,
     check_params,
@@ -51,10 +52,14 @@ from herald_jax.models.decoder import (
 
 
 class _InFlight(NamedTuple):
-    """A device step that is not read yet, and the samples whose first block it begins."""
+    """A device step that is not read yet, and the samples whose first block it begins.
+
+    `sent` is for a trace.
+    """
 
     step: PendingLike
     starting: Sequence[LiveSample]
+    sent: Sent | None = None
 
 
 class EngineStepError(RuntimeError):
@@ -121,6 +126,7 @@ class LLMEngine:
         self._params_version = 0
         self.scheduler = self._make_scheduler()
         self._runner = self._make_runner() if runner is None else runner
+        self._trace: Trace | None = None
         self._pending: collections.deque[_InFlight] = collections.deque()
         self._samples: dict[tuple[str, int], LiveSample] = {}
         self._options: dict[tuple[str, int], RowSampling] = {}
@@ -183,6 +189,21 @@ class LLMEngine:
     def compile_seconds(self) -> float:
         """Time that programs took to compile so far."""
         return self._runner.compile_seconds
+
+    @property
+    def trace(self) -> Trace | None:
+        """What is told when steps, blocks and the host's jobs were; `None` to tell nobody."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        retrieval = getattr(self._runner, "retrieval", None)
+        if isinstance(retrieval, Traced):
+            retrieval.set_trace(trace)
+
+    def _wait_seconds(self) -> float:
+        return self._runner.stats().get("retrieval_wait_seconds", 0.0)
 
     def clock(self) -> float:
         """Seconds on a clock that stands still while a program compiles."""
@@ -319,14 +340,23 @@ class LLMEngine:
             sample = self._note_admitted(start.row, start.epoch, now)
             options[start.row] = self._options[sample.request_id, sample.sample_index]
             starting.append(sample)
+        trace = self._trace
+        waited = 0.0
+        if trace is not None:
+            waited = self._wait_seconds()
+            for start in plan.starts:
+                trace.on_start(start.row, start.epoch)
         try:
             steps = self._runner.dispatch(plan, options)
         except Exception as error:
             return events + self._fail_step(error)
+        sent = None
+        if trace is not None:
+            sent = Sent(trace.now(), len(plan.decode), self._wait_seconds() - waited)
         was_idle = not self._pending
         # The last of a plan's device steps is the one that decodes.
-        self._pending.extend(_InFlight(step, ()) for step in steps[:-1])
-        self._pending.extend(_InFlight(step, starting) for step in steps[-1:])
+        self._pending.extend(_InFlight(step, (), sent) for step in steps[:-1])
+        self._pending.extend(_InFlight(step, starting, sent) for step in steps[-1:])
         if was_idle:
             self._note_started()
         return events
@@ -351,11 +381,16 @@ class LLMEngine:
             self._read()
 
     def _read(self) -> list[SampleEvent]:
-        step = self._pending.popleft().step
+        step, _, sent = self._pending.popleft()
         try:
             results = step.read()
         except Exception as error:
             return self._fail_step(error)
+        if self._trace is not None and sent is not None:
+            self._trace.on_step(sent)
+            for result in results:
+                if isinstance(result, CommittedBlock):
+                    self._trace.on_block(result)
         self._note_started()
         return [event for result in results for event in self._take(result)]
 
