@@ -35,7 +35,7 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding.generate import check_batch, check_sampling
 from herald_jax.decoding.options import decoding_options, proposal_spec, stop_ids
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.steps import BlockState, DecodingOptions, unmask
+from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
 from herald_jax.decoding.texts import GenerationOutput, Texts
 from herald_jax.models.decoder import Decoder, Params, bind, check_params
 from herald_jax.sampling import SamplingParams
@@ -202,8 +202,8 @@ def _denoise_block(
         return carry[1].is_masked.any()
 
     def whole(state: BlockState) -> tuple[DenseCache, BlockState]:
-        logits, kept = _text_logits(batch, texts, state, positions)
-        return kept, unmask(batch.decoder.config, logits, state, batch.options, batch.spec)
+        hidden, kept = _text_outputs(batch, texts, state, positions)
+        return kept, _filled(batch, hidden, state)
 
     if window is None:
         _, state = lax.while_loop(is_left, lambda carry: ((), whole(carry[1])[1]), ((), state))
@@ -211,11 +211,17 @@ def _denoise_block(
 
     def step(carry: tuple[DenseCache, BlockState]) -> tuple[DenseCache, BlockState]:
         kept, state = carry
-        logits, kept = _window_logits(batch, texts, state, positions, kept, window)
-        return kept, unmask(batch.decoder.config, logits, state, batch.options, batch.spec)
+        hidden, kept = _window_outputs(batch, texts, state, positions, kept, window)
+        return kept, _filled(batch, hidden, state)
 
     _, state = lax.while_loop(is_left, step, whole(state))
     return state
+
+
+def _filled(batch: _Batch, hidden: Float[Array, "R B E"], state: BlockState) -> BlockState:
+    """The blocks after committing what the rule chooses from one pass's outputs."""
+    proposal = offer_from(batch.decoder, hidden, state, batch.options, batch.spec)
+    return commit(batch.decoder.config, proposal, state, batch.options)
 
 
 def _inputs(
@@ -229,27 +235,27 @@ def _inputs(
     return read.at[row, positions].set(state.inputs(mask))
 
 
-def _text_logits(
+def _text_outputs(
     batch: _Batch, texts: Texts, state: BlockState, positions: Int[Array, "R B"]
-) -> tuple[Float[Array, "R B V"], DenseCache]:
-    """Logits of the block from a pass over the whole text, and all its keys and values."""
+) -> tuple[Float[Array, "R B E"], DenseCache]:
+    """Hidden states of the block from a pass over the whole text, and all its keys and values."""
     inputs = _inputs(batch, texts, state, positions)
     places = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     run = TextPass(batch.text_lengths)
     hidden, _ = batch.decoder(inputs, places, run.attend)
     source = jnp.maximum(positions - batch.shift, 0)
-    return _block_logits(batch, hidden, source), run.cache
+    return _at(hidden, source), run.cache
 
 
-def _window_logits(
+def _window_outputs(
     batch: _Batch,
     texts: Texts,
     state: BlockState,
     positions: Int[Array, "R B"],
     kept: DenseCache,
     window: int,
-) -> tuple[Float[Array, "R B V"], DenseCache]:
-    """Logits of the block from a pass over a window, and keys and values with it renewed."""
+) -> tuple[Float[Array, "R B E"], DenseCache]:
+    """Hidden states of the block from a pass over a window, and keys and values with it renewed."""
     inputs = _inputs(batch, texts, state, positions)
     starts = jnp.maximum(positions[:, 0] - batch.shift, 0)
     places = starts[:, None] + jnp.arange(window)
@@ -258,11 +264,9 @@ def _window_logits(
     run = TextPass(batch.text_lengths, kept, starts)
     hidden, _ = batch.decoder(read, places, run.attend)
     source = jnp.maximum(positions - batch.shift, 0) - starts[:, None]
-    return _block_logits(batch, hidden, source), run.cache
+    return _at(hidden, source), run.cache
 
 
-def _block_logits(
-    batch: _Batch, hidden: Float[Array, "R W E"], source: Int[Array, "R B"]
-) -> Float[Array, "R B V"]:
-    """Logits at some places of a pass; the head is not run on the others."""
-    return batch.decoder.logits(jnp.take_along_axis(hidden, source[..., None], axis=1))
+def _at(hidden: Float[Array, "R W E"], source: Int[Array, "R B"]) -> Float[Array, "R B E"]:
+    """Hidden states at some places of a pass; the head is not run on the others."""
+    return jnp.take_along_axis(hidden, source[..., None], axis=1)
