@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.engine.config import EngineConfig
 from herald_jax.engine.request import Request, RowProgress
+from herald_jax.engine.trace import Trace
 from herald_jax.models.decoder import Params
 from herald_jax.retrieval.recall import RecallNotes
 from herald_jax.sampling import SamplingParams
@@ -40,6 +42,7 @@ class Case:
         blocks: Blocks that are measured.
         seconds: Most seconds of decoding.
         is_serial: True to let the device wait for every retrieval.
+        trace: File for a trace of the measured blocks.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Case:
     blocks: int = 3
     seconds: float = 60.0
     is_serial: bool = False
+    trace: Path | None = None
 
 
 class Timeline:
@@ -165,7 +169,12 @@ def _figures(
     if case.cache is not None and case.cache.placement == "host":
         runner.notes = notes = RecallNotes()
     request = _request(case, config, prompt_blocks, blocks)
+    if case.trace is not None:
+        engine.trace = Trace()
     timeline, progresses = _decode(engine, case, request, WARM_BLOCKS + case.blocks)
+    if case.trace is not None and engine.trace is not None:
+        case.trace.parent.mkdir(parents=True, exist_ok=True)
+        engine.trace.save(case.trace)
     first, last = timeline.window(case.blocks)
     committed = sum(first < t <= last for row in timeline.commits for t in row)
     spans = [np.diff([t for t in row if first <= t <= last]) for row in timeline.commits]

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -39,16 +39,33 @@ from herald_jax.engine.stays import Stay
 from herald_jax.retrieval import recall
 from herald_jax.retrieval.recall import HostStore, RecallNotes
 
-FEW_ROWS = 4
-"""Steps are compiled for so many rows, or rows that look ahead, and for all."""
-
 SOURCE_NUMBERS = (1 << 24) + 41
 """Random numbers that are repeated; no multiple of a head's size."""
 
 
-def few_buckets(rows: int, limit: int) -> int:
-    """In place of `slot_arrays.row_bucket`: two sizes, so that a benchmark compiles little."""
-    return min(FEW_ROWS if rows <= FEW_ROWS else limit, limit)
+def one_bucket(rows: int, limit: int) -> int:
+    """In place of `slot_arrays.row_bucket`: one size of step, so that a benchmark compiles little.
+
+    Rows begin together and look ahead together, as long as their retrievals are in time.
+    """
+    return limit
+
+
+def compile_together(compiles: Sequence[Callable[[], Any]]) -> None:
+    """Compiles programs in threads, and those that will not be in turn."""
+
+    def attempt(compile_one: Callable[[], Any]) -> bool:
+        try:
+            compile_one()
+        except Exception:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(len(compiles)) as threads:
+        done = list(threads.map(attempt, compiles))
+    for compile_one, is_done in zip(compiles, done, strict=True):
+        if not is_done:
+            compile_one()
 
 
 class Arena:
@@ -201,14 +218,20 @@ class FilledSparseRunner(SparseRunner):
         decode = self._decode_slots((), [], size)
         options = self._arrays.gather((), size)[0]
         state = self._arguments(self._arrays.no_starts, decode)
-        widths = sorted({min(sparse_runner.row_bucket(n, size), size) for n in (1, size)})
-        for width in [0, *widths] if looks else [0]:
-            self.programs.step(GREEDY, *state, np.full(width, size, np.int32), options)
+        widths = [0, size] if looks else [0]
+        step = functools.partial(self.programs.step, GREEDY, *state)
+        compiles = [
+            functools.partial(step, np.full(width, size, np.int32), options) for width in widths
+        ]
         if not looks and self._shape.has_device_store:
             ints = np.zeros(size, np.int32)
-            self.programs.exact(GREEDY, *state, options, ints, ints)
-        elif looks:
-            self._cache = self.retrieval.warmup(self._cache, self._queries(widths))
+            compiles.append(
+                functools.partial(self.programs.exact, GREEDY, *state, options, ints, ints)
+            )
+        compile_together(compiles)
+        del step, compiles, state  # they hold the cache, which the warm-up donates
+        if looks:
+            self._cache = self.retrieval.warmup(self._cache, self._queries([size]))
 
     def _collect(self, prefill: Sequence[PrefillSlot]) -> None:
         """Nothing: the prompt is there."""
@@ -264,8 +287,8 @@ def filled_engines(arena: Arena, arena_bytes: int) -> Iterator[None]:
         (llm_engine, "pinnable_bytes", lambda *_, **__: 1 << 62),
         (host_retrieval, "PinnedPool", functools.partial(SharedPool, arena, arena_bytes)),
         (host_retrieval.HostRetrieval, "_store_type", FilledStore),
-        (slot_runner, "row_bucket", few_buckets),
-        (sparse_runner, "row_bucket", few_buckets),
+        (slot_runner, "row_bucket", one_bucket),
+        (sparse_runner, "row_bucket", one_bucket),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:

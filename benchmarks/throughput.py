@@ -184,13 +184,18 @@ class Benchmark:
             )
         return self._machines[key]
 
-    def run(self, case: Case, machine: Machine, label: str = "") -> dict[str, Any] | None:
+    def run(self, case: Case, machine: Machine) -> dict[str, Any] | None:
         """Runs a case and writes its record; `None` if there was no time or it failed."""
         used = time.perf_counter() - self._begin
         if used > self.arguments.limit:
             print(f"{case.name} is left out: {used:.0f} s are over", flush=True)
             return None
         work, begin = self.work(case.context), time.perf_counter()
+        names = (self._name, self.arguments.model, case.name)
+        name = f"{'_'.join(names)}_r{case.rows}_s{case.context}"
+        if self.arguments.trace:
+            trace = self.arguments.output / f"{name}.trace.json"
+            case = dataclasses.replace(case, trace=trace)
         before = predicted(work, case, machine)
         try:
             figures = run_case(self.config, self.params, case, self._arena, self._arena_bytes)
@@ -200,9 +205,6 @@ class Benchmark:
             return None
         figures |= {"predicted": before, "wall_seconds": time.perf_counter() - begin}
         self._print(case, figures)
-        name = (
-            f"{self._name}{label}_{self.arguments.model}_{case.name}_r{case.rows}_s{case.context}"
-        )
         write_record(
             name,
             commit=self.arguments.commit or current_commit(),
@@ -246,7 +248,8 @@ class Benchmark:
                 f", lane {lane:.1f} ms/row, hits {figures['hit_share']:.2f}, sent "
                 f"{figures['mb_sent_per_row']:.0f} MB/row"
             )
-        print(f"{text} [{figures['wall_seconds']:.0f} s]", flush=True)
+        text += f" [{figures['wall_seconds']:.0f} s, {figures['setup_seconds']:.0f} of them setup]"
+        print(text, flush=True)
 
 
 def peak_cases(benchmark: Benchmark) -> Iterator[tuple[Case, Machine]]:
@@ -360,6 +363,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", nargs="+", action=CacheAction, default=CacheConfig(), metavar="FIELD=VALUE"
     )
+    parser.add_argument("--trace", action="store_true", help="a Chrome trace beside each record")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for any machine")
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")
