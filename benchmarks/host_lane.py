@@ -121,8 +121,9 @@ def measure_stages(case: Case, columns: int, stage: Any, samples: int) -> dict[s
     out_v = np.zeros_like(out_k)
 
     def score() -> None:
+        nonlocal plan
         for k, _ in rows:
-            stage(plan, scratch, k, padded)
+            plan = stage(plan, scratch, k, padded)
 
     def choose() -> None:
         for _ in rows:
@@ -166,9 +167,12 @@ def measure_stages(case: Case, columns: int, stage: Any, samples: int) -> dict[s
 
 
 def measure_lane(
-    case: Case, columns: int, stage: Any, threads: int, samples: int
+    case: Case, columns: int, stage: Any, threads: int, samples: int, step: Callable[[], Any]
 ) -> dict[str, float]:
-    """Milliseconds from asking for a row's pool until all of it is on the device."""
+    """Milliseconds from asking for a row's pool until all of it is on the device.
+
+    `lane` waits for the lane alone, `beside` runs a step, and waits for it, between two looks.
+    """
     shape = case.shape
     store = HostStore(
         case.pool, SelectionConfig(), columns=columns, group=1, sinks=SINKS, stage=stage
@@ -189,21 +193,34 @@ def measure_lane(
             pass
         append_seconds = time.perf_counter() - begin
 
-        def recall() -> None:
+        def recall(between: Callable[[], Any] | None) -> None:
             job = lane.recall(0, 0, 1, cols, shape.row_tokens, case.entries)
             arrays = []
             while not job.is_taken:
-                job.wait(60)
+                if between is None:
+                    job.wait(60)
+                else:
+                    between()
+                    steps.append(time.perf_counter())
                 if job.error:
                     raise job.error
                 arrays += [chunk.send() for chunk in job.ready_chunks()]
             jax.block_until_ready(arrays)
             done.append(job)
 
-        seconds = best_seconds(recall, samples)
+        steps: list[float] = []
+        seconds = best_seconds(lambda: recall(None), samples)
+        alone = best_seconds(step, 8)
+        beside = best_seconds(lambda: recall(step), samples)
+        pace = np.diff(steps)
     account = done[-1].account
     return {
         "lane_ms_per_row": 1e3 * seconds,
+        "beside_ms_per_row": 1e3 * beside,
+        "scan_ms_beside": 1e3 * done[-1].notes.scan_seconds,
+        "gather_ms_beside": 1e3 * done[-1].notes.gather_seconds,
+        "step_ms": 1e3 * alone,
+        "step_ms_beside": 1e3 * float(np.median(pace)) if len(pace) else 0.0,
         "append_gb_per_second": shape.nbytes / append_seconds / 1e9,
         "bytes_scanned": account.bytes_scanned,
         "bytes_gathered": account.bytes_gathered,
@@ -212,73 +229,103 @@ def measure_lane(
     }
 
 
+def make_step(width: int, times: int) -> Callable[[], Any]:
+    """A program of about 4 ms on a GPU, whose small result is waited for, as a step's tokens."""
+    weights = jnp.zeros((width, width), jnp.bfloat16)
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        for _ in range(times):
+            x = x @ weights
+        return x[0, :8]
+
+    x = jnp.ones((width, width), jnp.bfloat16)
+    return lambda: np.asarray(run(x))
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measures every case and writes its record."""
+    begin = time.perf_counter()
     if arguments.small:
         arguments.layers, arguments.kv_heads = 3, [2]
         arguments.context, arguments.head_dim, arguments.samples = 4096, 32, 2
-    threads = scan.set_threads(arguments.threads or scan.default_threads())
-    print(f"{threads} threads; GB/s of keys")
-    print(" K  stage  columns   read  score   scan  choose ms  gather  scan ms  lane ms")
+    step = make_step(*((64, 2) if arguments.small else (8192, 3)))
+    print(
+        "GB/s of keys; ms of all layers; `beside` a thread that dispatches steps and waits", end=""
+    )
+    print(" for each\n K  stage  columns threads   read  score   scan choose gather", end="")
+    print("   lane beside  (scan gather)  step beside")
     for kv_heads in arguments.kv_heads:
         case = make_case(
             arguments.layers, kv_heads, arguments.context, arguments.head_dim, arguments.budget
         )
-        read = measured_read_bandwidth(case, arguments.samples)
-        for name in arguments.stages:
+        asked = [
+            (threads, name, columns)
+            for threads in arguments.threads or [scan.default_threads()]
+            for name in arguments.stages
+            for columns in arguments.columns
+        ]
+        for threads, name, columns in asked:
+            if time.perf_counter() - begin > arguments.seconds:
+                print(f"--seconds {arguments.seconds} are over", flush=True)
+                return
+            threads = scan.set_threads(threads)
+            read = measured_read_bandwidth(case, arguments.samples)
             stage = scan.SCORE_STAGES[name]()
-            for columns in arguments.columns:
-                figures = measure_stages(case, columns, stage, arguments.samples)
-                figures |= measure_lane(case, columns, stage, threads, arguments.samples)
-                figures["read_gb_per_second"] = read / 1e9
-                figures["scan_share_of_read"] = figures["scan_gb_per_second"] / read * 1e9
-                print(
-                    f"{kv_heads:>2}  {name:5}  {columns:>7} {read / 1e9:>6.1f} "
-                    f"{figures['score_gb_per_second']:>6.1f} "
-                    f"{figures['scan_gb_per_second']:>6.1f} "
-                    f"{figures['choose_ms_per_layer']:>10.3f} "
-                    f"{figures['gather_gb_per_second']:>7.1f} "
-                    f"{figures['scan_ms_per_row']:>8.1f} {figures['lane_ms_per_row']:>8.1f}",
-                    flush=True,
-                )
-                write_record(
-                    f"host_lane_{name}_c{columns}_k{kv_heads}_s{arguments.context}",
-                    commit=arguments.commit or current_commit(),
-                    shapes={
-                        "layers": case.shape.layers,
-                        "kv_heads": kv_heads,
-                        "head_dim": case.shape.head_dim,
-                        "context_tokens": case.shape.row_tokens,
-                        "columns": columns,
-                        "entries": SINKS + case.entries,
-                        "dtype": "bfloat16",
-                    },
-                    settings={
-                        "stage": name,
-                        "threads": threads,
-                        "numba_threading_layer": numba.threading_layer(),  # pyright: ignore[reportPrivateImportUsage]
-                        "memory_kind": case.sharding.memory_kind,
-                        "samples": f"best of {arguments.samples}",
-                    },
-                    figures=figures,
-                    folder=arguments.output,
-                )
+            figures = measure_stages(case, columns, stage, arguments.samples)
+            figures |= measure_lane(case, columns, stage, threads, arguments.samples, step)
+            figures["read_gb_per_second"] = read / 1e9
+            figures["scan_share_of_read"] = figures["scan_gb_per_second"] / read * 1e9
+            print(
+                f"{kv_heads:>2} {name:>6} {columns:>8} {threads:>7} {read / 1e9:>6.1f} "
+                f"{figures['score_gb_per_second']:>6.1f} "
+                f"{figures['scan_gb_per_second']:>6.1f} "
+                f"{figures['choose_ms_per_layer'] * case.shape.layers:>6.1f} "
+                f"{figures['gather_ms_per_row']:>6.1f} "
+                f"{figures['lane_ms_per_row']:>6.1f} {figures['beside_ms_per_row']:>6.1f} "
+                f" ({figures['scan_ms_beside']:.1f} {figures['gather_ms_beside']:.1f}) "
+                f"{figures['step_ms']:>6.2f} {figures['step_ms_beside']:>6.2f}",
+                flush=True,
+            )
+            write_record(
+                f"host_lane_{name}_c{columns}_k{kv_heads}_s{arguments.context}_t{threads}",
+                commit=arguments.commit or current_commit(),
+                shapes={
+                    "layers": case.shape.layers,
+                    "kv_heads": kv_heads,
+                    "head_dim": case.shape.head_dim,
+                    "context_tokens": case.shape.row_tokens,
+                    "columns": columns,
+                    "entries": SINKS + case.entries,
+                    "dtype": "bfloat16",
+                },
+                settings={
+                    "stage": name,
+                    "threads": threads,
+                    "numba_threading_layer": numba.threading_layer(),  # pyright: ignore[reportPrivateImportUsage]
+                    "memory_kind": case.sharding.memory_kind,
+                    "samples": f"best of {arguments.samples}",
+                },
+                figures=figures,
+                folder=arguments.output,
+            )
         del case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--layers", type=int, default=34)
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 2])
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--columns", type=int, nargs="+", default=[1, 4, 8, 32])
+    parser.add_argument("--columns", type=int, nargs="+", default=[16])
     parser.add_argument(
-        "--stages", nargs="+", choices=sorted(scan.SCORE_STAGES), default=sorted(scan.SCORE_STAGES)
+        "--stages", nargs="+", choices=sorted(scan.SCORE_STAGES), default=["matrix"]
     )
     parser.add_argument("--budget", type=float, default=0.05)
-    parser.add_argument("--threads", type=int, help="all cores but one if left out")
-    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", help="all cores but one if left out")
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60, help="begin no case after these")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for any machine")
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")

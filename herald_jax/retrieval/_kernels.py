@@ -5,6 +5,9 @@ Shape letters as in `retrieval.select`; N chunks of consecutive keys. Work is sp
 follows from the shapes alone and sums over chunks are taken in their order: the result does
 not depend on the number of threads.
 
+A key's weight is its exponential relative to the largest logit of its chunk; the share of the
+whole softmax is that times a factor of the chunk, known once all chunks have been seen.
+
 Scores become integers of the same order: 0 for a key without a number, else the bits of the
 fp32 score plus 1. The best n are found without sorting: a histogram of the upper bits finds the
 bin that the n-th key is in, the few keys of that bin are collected, and a second histogram of
@@ -50,6 +53,11 @@ _HIGHEST = np.float32(np.finfo(np.float32).max)
 _LOWEST_ORDER = np.int32(_LOWEST.view(np.int32) ^ 0x7FFFFFFF)
 _ONE = np.float32(1)
 _ZERO = np.float32(0)
+_LEAST_FACTOR = np.float32(1e-37)
+"""Above 0, so that a weight of -1 keeps its sign; a share is never as small."""
+
+ROW_COLUMNS = 16
+"""Columns of `Work.rows`."""
 
 
 class Plan(NamedTuple):
@@ -65,6 +73,7 @@ class Plan(NamedTuple):
         chunk: Keys of a chunk.
         sinks: First keys, which are chosen whatever they score.
         number: Further keys.
+        has_rows: True if the weights are in `Work.rows`, false if in `Work.weights`.
     """
 
     columns: int
@@ -76,13 +85,15 @@ class Plan(NamedTuple):
     chunk: int
     sinks: int
     number: int
+    has_rows: bool
 
 
 class Work(NamedTuple):
     """Scratch of a scan.
 
     Attributes:
-        logits: [K, c, S], fp32.
+        weights: Relative to the chunk's largest logit [K, c, S], fp32; -1 for NaN.
+        rows: The same with a key's sixteen side by side [K, S, 16]; one of the two is filled.
         tops: Largest logit of a chunk [K, N, c], fp32.
         sums: Sum of the chunk's weights relative to it [K, N, c], fp32.
         order: Integers in the order of the scores [K, S], uint32.
@@ -93,7 +104,8 @@ class Work(NamedTuple):
         listed: The keys of that bin [K, S], uint32.
     """
 
-    logits: np.ndarray
+    weights: np.ndarray
+    rows: np.ndarray
     tops: np.ndarray
     sums: np.ndarray
     order: np.ndarray
@@ -103,7 +115,7 @@ class Work(NamedTuple):
     listed: np.ndarray
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compiled on first use without the interpreter lock, kept on disk if allowed."""
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -122,6 +134,9 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return made
 
     return decorate
+
+
+_intrinsic: Any = intrinsic  # what it makes is called without the first parameter
 
 
 def _number_of(_: Any, x: Any) -> Any:
@@ -157,8 +172,40 @@ _float_of_bits: Any = intrinsic(_cast(numba.int32, numba.float32))
 _bits_of_float: Any = intrinsic(_cast(numba.float32, numba.uint32))
 
 
+@_intrinsic
+def _best_of_rows(_typing: Any, rows: Any, count: Any, factors: Any, out: Any) -> Any:
+    """The largest weight times factor of each of [count, 16] rows; all four are addresses.
+
+    numba has no vectors, and its loops over so few numbers are not made into any.
+    """
+    from llvmlite import ir
+    from numba.core import cgutils
+
+    word, address = ir.IntType(32), ir.IntType(64)
+    lanes, words = (ir.VectorType(kind, ROW_COLUMNS) for kind in (ir.FloatType(), word))
+
+    def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        def at(base: Any, index: Any, size: int, kind: Any) -> Any:
+            place = builder.add(base, builder.mul(index, address(size)))
+            return builder.inttoptr(place, ir.PointerType(kind))
+
+        name = "llvm.vector.reduce.smax.v16i32"
+        known = builder.module.globals.get(name)
+        largest = known or ir.Function(builder.module, ir.FunctionType(word, [words]), name)
+        factor = builder.load(at(args[2], address(0), 0, lanes), typ=lanes, align=4)
+        with cgutils.for_range(builder, args[1], intp=address) as loop:
+            row = at(args[0], loop.index, 4 * ROW_COLUMNS, lanes)
+            shares = builder.fmul(builder.load(row, typ=lanes, align=4), factor)
+            # Bits of numbers that are not negative have their order.
+            best = builder.call(largest, [builder.bitcast(shares, words)])
+            builder.store(best, at(args[3], loop.index, 4, word), align=4)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 4), emit
+
+
 # `reassoc` would take the two parts of ln 2 together again.
-@_compiled(fastmath={"contract"})
+@compiled(fastmath={"contract"})
 def _exponential(x: Any) -> Any:
     """e^x of x <= 0 to about 1e-7; 0 where fp32 has no normal number for it."""
     safe = max(x, np.float32(-87))
@@ -175,7 +222,7 @@ def _exponential(x: Any) -> Any:
     return p * scale if x >= np.float32(-87) else _ZERO
 
 
-@_compiled(fastmath=_SUMS)
+@compiled(fastmath=_SUMS)
 def _score_keys(k: np.ndarray, cols: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
     """Logits of keys [S, D] and columns [c, D] into [c, S]."""
     dim = k.shape[1]
@@ -218,7 +265,7 @@ def _score_keys(k: np.ndarray, cols: np.ndarray, start: int, stop: int, out: np.
             out[column + 3, s] = d
 
 
-@_compiled()
+@compiled()
 def _find_top(logits: np.ndarray, start: int, stop: int) -> Any:
     """Cuts off infinities and gives the largest logit; NaN is passed over."""
     # Integers in the order of the numbers: their maximum is taken in vector lanes.
@@ -234,86 +281,91 @@ def _find_top(logits: np.ndarray, start: int, stop: int) -> Any:
     return _float_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
-@_compiled()
-def _share(logit: Any, top: Any) -> Any:
-    """The weight of a logit; 0 for NaN."""
-    return _exponential(logit - top if logit == logit else _LOWEST)
-
-
-@_compiled(fastmath=_SUMS)
-def _sum_shares(logits: np.ndarray, start: int, stop: int, top: Any) -> Any:
+@compiled(fastmath=_SUMS)
+def _weigh(logits: np.ndarray, start: int, stop: int, top: Any) -> Any:
+    """Logits become weights relative to `top`, -1 for NaN; their sum."""
     total = _ZERO
     for s in range(start, stop):
-        total += _share(logits[s], top)
+        x = logits[s]
+        weight = _exponential(x - top if x == x else _LOWEST)
+        total += weight
+        logits[s] = weight if x == x else -_ONE
     return total
 
 
-@_compiled()
+@compiled()
 def _measure(plan: Plan, work: Work, head: int, at: int, start: int, stop: int) -> None:
-    """Notes the largest logit and the sum of weights of each column of a chunk."""
+    """Turns a chunk's logits into weights; notes each column's largest logit and their sum."""
     for column in range(plan.columns):
-        row = work.logits[head, column]
+        row = work.weights[head, column]
         top = _find_top(row, start, stop)
         work.tops[head, at, column] = top
-        work.sums[head, at, column] = _sum_shares(row, start, stop, top)
+        work.sums[head, at, column] = _weigh(row, start, stop, top)
 
 
-@_compiled()
+@compiled()
 def _score_chunk(
     plan: Plan, work: Work, k: np.ndarray, cols: np.ndarray, head: int, at: int
 ) -> None:
     start, stop = at * plan.chunk, min((at + 1) * plan.chunk, plan.candidates)
-    _score_keys(k[head], cols[head], start, stop, work.logits[head])
+    _score_keys(k[head], cols[head], start, stop, work.weights[head])
     _measure(plan, work, head, at, start, stop)
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def score_keys(plan: Plan, work: Work, k: np.ndarray, cols: np.ndarray) -> None:
-    """Fills `logits`, `tops` and `sums` from keys [K, S, D] and padded columns [K, c, D]."""
+    """Fills `weights`, `tops` and `sums` from keys [K, S, D] and padded columns [K, c, D]."""
     chunks = (plan.candidates + plan.chunk - 1) // plan.chunk
     for item in prange(k.shape[0] * chunks):
         _score_chunk(plan, work, k, cols, item // chunks, item % chunks)
 
 
-@_compiled()
+@compiled()
 def _take_chunk(plan: Plan, work: Work, scores: np.ndarray, head: int, at: int) -> None:
     start, stop = at * plan.chunk, min((at + 1) * plan.chunk, plan.candidates)
     for column in range(plan.columns):
         for s in range(start, stop):
-            work.logits[head, column, s] = scores[s, column]
+            work.weights[head, column, s] = scores[s, column]
     _measure(plan, work, head, at, start, stop)
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def take_scores(plan: Plan, work: Work, scores: np.ndarray, head: int) -> None:
     """As `score_keys` for one KV head, from logits [S, c] that were computed elsewhere."""
     for at in prange((plan.candidates + plan.chunk - 1) // plan.chunk):
         _take_chunk(plan, work, scores, head, at)
 
 
-@_compiled()
-def _merge_chunks(tops: np.ndarray, sums: np.ndarray, column: int, chunks: int) -> tuple:
-    """The largest logit of a column and 1 over the sum of its weights."""
-    top = _LOWEST
+@compiled()
+def _find_factors(plan: Plan, work: Work, head: int, chunks: int, factors: np.ndarray) -> None:
+    """What a weight of each chunk and column is to be multiplied with, [N, c], to be a share."""
+    tops, sums = work.tops[head], work.sums[head]
+    count = factors.shape[1]
+    top = np.full(count, _LOWEST, np.float32)
+    total = np.zeros(count, np.float32)
     for at in range(chunks):
-        top = max(top, tops[at, column])
-    total = _ZERO
+        for column in range(count):
+            top[column] = max(top[column], tops[at, column])
     for at in range(chunks):
-        total += sums[at, column] * _exponential(tops[at, column] - top)
-    return top, _ONE / max(total, np.float32(1e-30))
+        for column in range(count):
+            factor = _exponential(tops[at, column] - top[column])
+            factors[at, column] = factor
+            total[column] += sums[at, column] * factor
+    for at in range(chunks):
+        for column in range(count):
+            factor = factors[at, column] / max(total[column], np.float32(1e-30))
+            factors[at, column] = max(factor, _LEAST_FACTOR)
 
 
-@_compiled()
+@compiled()
 def _pool_columns(
     plan: Plan,
-    work: Work,
-    head: int,
-    chunks: int,
-    start: int,
+    weights: np.ndarray,
+    factors: np.ndarray,
     score: np.ndarray,
     is_number: np.ndarray,
 ) -> None:
-    """Importance of the keys from `start` on, pooled over the columns, into `score`."""
+    """Importance of keys of one chunk, pooled over their weights [c, s]."""
     size = score.shape[0]
     part = np.empty(size, np.float32)
     for i in range(size):
@@ -323,13 +375,11 @@ def _pool_columns(
         for i in range(size):
             part[i] = _ZERO
         for column in range(first, first + plan.group):
-            top, norm = _merge_chunks(work.tops[head], work.sums[head], column, chunks)
-            # From 0 on, since numba lets an index be negative unless it can see that it is not.
-            row = work.logits[head, column, start : start + size]
+            row, factor = weights[column], factors[column]
             for i in range(size):
                 x = row[i]
-                part[i] += _share(x, top) * norm
-                is_number[i] = _ONE if x == x else is_number[i]
+                part[i] += max(x, _ZERO) * factor
+                is_number[i] = _ONE if x >= _ZERO else is_number[i]
         if plan.takes_max:
             for i in range(size):
                 score[i] = max(score[i], part[i] * scale)
@@ -338,7 +388,60 @@ def _pool_columns(
                 score[i] += part[i] * scale
 
 
-@_compiled()
+@compiled()
+def _pool_rows(
+    plan: Plan,
+    rows: np.ndarray,
+    factors: np.ndarray,
+    score: np.ndarray,
+    is_number: np.ndarray,
+) -> None:
+    """As `_pool_columns`, over weights [s, 16]."""
+    if plan.takes_max and plan.group == 1:
+        _best_of_rows(rows.ctypes.data, score.shape[0], factors.ctypes.data, score.ctypes.data)
+        for i in range(score.shape[0]):
+            x = score[i]
+            is_number[i] = _ONE if x >= _ZERO else _ZERO
+            score[i] = max(x, _ZERO)
+        return
+    scale = _ONE / np.float32(plan.group if plan.takes_max else plan.columns)
+    for i in range(score.shape[0]):
+        best = found = _ZERO
+        for first in range(0, plan.columns, plan.group):
+            part = _ZERO
+            for column in range(first, first + plan.group):
+                x = rows[i, column]
+                part += max(x, _ZERO) * factors[column]
+                found = _ONE if x >= _ZERO else found
+            best = max(best, part * scale) if plan.takes_max else best + part * scale
+        score[i], is_number[i] = best, found
+
+
+@compiled()
+def _pool_range(
+    plan: Plan,
+    work: Work,
+    head: int,
+    chunks: int,
+    low: int,
+    high: int,
+    score: np.ndarray,
+    is_number: np.ndarray,
+) -> None:
+    """Importance of keys `low` to `high`, chunk by chunk."""
+    factors = np.empty((chunks, ROW_COLUMNS if plan.has_rows else plan.columns), np.float32)
+    _find_factors(plan, work, head, chunks, factors)
+    for at in range(low // plan.chunk, (high - 1) // plan.chunk + 1):
+        start, stop = max(at * plan.chunk, low), min((at + 1) * plan.chunk, high)
+        # From 0 on, since numba lets an index be negative unless it can see that it is not.
+        own, has = score[start - low : stop - low], is_number[start - low : stop - low]
+        if plan.has_rows:
+            _pool_rows(plan, work.rows[head, start:stop], factors[at], own, has)
+        else:
+            _pool_columns(plan, work.weights[head, :, start:stop], factors[at], own, has)
+
+
+@compiled()
 def _slide_max(values: np.ndarray, width: int) -> np.ndarray:
     """The largest of `values[i : i + width]` for every i that has as many; uses up `values`."""
     size = values.shape[0]
@@ -355,7 +458,7 @@ def _slide_max(values: np.ndarray, width: int) -> np.ndarray:
     return values
 
 
-@_compiled()
+@compiled()
 def _order_chunk(plan: Plan, work: Work, head: int, at: int, chunks: int) -> None:
     """Integers in the order of the chunk's scores, and the histogram of their upper bits."""
     start, stop = at * plan.chunk, min((at + 1) * plan.chunk, plan.candidates)
@@ -364,7 +467,7 @@ def _order_chunk(plan: Plan, work: Work, head: int, at: int, chunks: int) -> Non
     low, high = max(start - reach, 0), min(stop + reach, plan.candidates)
     score = np.empty(high - low, np.float32)
     is_number = np.empty(high - low, np.float32)
-    _pool_columns(plan, work, head, chunks, low, score, is_number)
+    _pool_range(plan, work, head, chunks, low, high, score, is_number)
     own, has_number = score[start - low :], is_number[start - low :]
     if reach > 0 and plan.weight > 0:
         window = np.zeros(stop - start + 2 * reach, np.float32)
@@ -386,7 +489,7 @@ def _order_chunk(plan: Plan, work: Work, head: int, at: int, chunks: int) -> Non
         bars[order[i] >> np.uint32(_LOW_BITS)] += 1
 
 
-@_compiled()
+@compiled()
 def _find_bin(plan: Plan, work: Work, head: int, chunks: int) -> None:
     """Notes the bin of the last key to choose, and how many of it are to be chosen."""
     total = np.zeros(BINS, np.int64)
@@ -401,7 +504,7 @@ def _find_bin(plan: Plan, work: Work, head: int, chunks: int) -> None:
     work.found[head, 0], work.found[head, 1] = i, left
 
 
-@_compiled()
+@compiled()
 def _list_bin(plan: Plan, work: Work, head: int, at: int) -> None:
     """Collects the chunk's keys of the bin, after those of the chunks before it."""
     chosen = work.found[head, 0]
@@ -421,7 +524,7 @@ def _list_bin(plan: Plan, work: Work, head: int, at: int) -> None:
             place += 1
 
 
-@_compiled()
+@compiled()
 def _nth_of_bin(keys: np.ndarray, count: int, number: int) -> tuple:
     """The `number`-th largest of keys of one bin, and how many equal to it are wanted."""
     middle = np.zeros(_MIDDLE_BINS, np.int64)
@@ -445,7 +548,7 @@ def _nth_of_bin(keys: np.ndarray, count: int, number: int) -> tuple:
     return np.uint32(prefix << np.uint32(_MIDDLE_BITS)) | np.uint32(end), left
 
 
-@_compiled()
+@compiled()
 def _find_bound(plan: Plan, work: Work, head: int, chunks: int, index: np.ndarray) -> None:
     """Notes the last key to choose, and where each chunk writes; writes the sinks."""
     counts, listed = work.counts[head], work.listed[head]
@@ -471,7 +574,7 @@ def _find_bound(plan: Plan, work: Work, head: int, chunks: int, index: np.ndarra
         index[head, s] = s
 
 
-@_compiled()
+@compiled()
 def _write_chunk(plan: Plan, work: Work, head: int, at: int, index: np.ndarray) -> None:
     """Writes the positions of the chunk's chosen keys."""
     order, bound = work.order[head], work.found[head, 2]
@@ -487,7 +590,7 @@ def _write_chunk(plan: Plan, work: Work, head: int, at: int, index: np.ndarray) 
             left -= 1
 
 
-@_compiled()
+@compiled()
 def _choose_step(
     plan: Plan, work: Work, step: int, item: int, chunks: int, index: np.ndarray
 ) -> None:
@@ -504,7 +607,7 @@ def _choose_step(
         _write_chunk(plan, work, head, at, index)
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def choose_keys(plan: Plan, work: Work, index: np.ndarray) -> None:
     """Positions of the sinks and of the best other keys, ascending, into `index` [K, n].
 
@@ -522,7 +625,7 @@ def choose_keys(plan: Plan, work: Work, index: np.ndarray) -> None:
 _GATHER_ROWS = 64
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def gather(
     k: np.ndarray, v: np.ndarray, index: np.ndarray, out_k: np.ndarray, out_v: np.ndarray
 ) -> None:
@@ -539,7 +642,7 @@ def gather(
                 out_v[head, i, word] = v[head, s, word]
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def common(before: np.ndarray, after: np.ndarray, found: np.ndarray) -> None:
     """How many of the ascending positions [K, n] are in [K, m] as well, into [K]."""
     for head in prange(before.shape[0]):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from herald_jax.cache.host import PinnedPool
 from herald_jax.retrieval.scan import (
-    NUMBA_SCORES,
+    BEST_SCORES,
     ScanScratch,
     ScoreStage,
     compile_scan,
@@ -90,7 +90,7 @@ class HostStore:
         columns: int,
         group: int,
         sinks: int,
-        stage: ScoreStage = NUMBA_SCORES,
+        stage: ScoreStage = BEST_SCORES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         shape = pool.shape

@@ -2,8 +2,8 @@
 
 A scan reads the keys of one row and layer in place, at the speed of memory, and keeps the best
 of each KV head. It works without the interpreter lock, on all threads that `set_threads` gave
-the calling thread. Computing the logits is a stage that can be chosen: numba, or XLA on the CPU
-where its matrix units are faster.
+the calling thread. Scoring is a stage that can be chosen: the matrix units of the CPU where it has
+any, its vector units, or XLA.
 
 numba is imported, and its loops are compiled, by the first call of `compile_scan` for a dtype;
 a later call never compiles. Parallel loops of numba need not stand being called from two
@@ -96,6 +96,7 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
     if key in _compiled:
         return
     kernels = _kernels()
+    _matrix_units(dtype, head_dim)  # its loops are among those that follow
     with turn:
         for function in kernels.PARALLEL:
             function.disable_compile(False)
@@ -114,10 +115,15 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
             out = np.zeros(rows.shape, rows.dtype)
             kernels.gather(rows, rows, index, out, out.copy())
             kernels.common(index, index, np.zeros(1, np.int64))
+            units = _matrix_units(dtype, head_dim)
+            if units is not None:
+                tiles = units.tiled_columns(cols[:, :1], dtype)
+                units.score_keys(plan, scratch.work, k, tiles, units.tile_layout())
         finally:
             # From now on an array of another kind is an error and no pause for compiling.
             for function in kernels.PARALLEL:
-                function.disable_compile(True)
+                if function.signatures:
+                    function.disable_compile(True)
         _compiled.add(key)
 
 
@@ -137,10 +143,13 @@ class ScanScratch:
         chunks = max(-(-row_tokens // CHUNK_TOKENS), 2 * LEAST_PIECES // kv_heads, 1)
         padded = -(-columns // kernels.COLUMN_BLOCK) * kernels.COLUMN_BLOCK
         by_chunk = (kv_heads, chunks)
+        wide, whole_tiles = max(padded, kernels.ROW_COLUMNS), -(-row_tokens // 32) * 32
         self.work = kernels.Work(
-            logits=np.empty((kv_heads, padded, row_tokens), np.float32),
-            tops=np.empty((*by_chunk, padded), np.float32),
-            sums=np.empty((*by_chunk, padded), np.float32),
+            # Of these two the one that is not used takes no memory but addresses.
+            weights=np.empty((kv_heads, padded, row_tokens), np.float32),
+            rows=np.empty((kv_heads, whole_tiles, kernels.ROW_COLUMNS), np.float32),
+            tops=np.zeros((*by_chunk, wide), np.float32),
+            sums=np.zeros((*by_chunk, wide), np.float32),
             order=np.empty((kv_heads, row_tokens), np.uint32),
             histogram=np.empty((*by_chunk, kernels.BINS), np.int32),
             found=np.empty((kv_heads, 3), np.int64),
@@ -150,8 +159,9 @@ class ScanScratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, which are ordinary memory."""
-        return sum(buffer.nbytes for buffer in self.work)
+        """Bytes of the buffers, which are ordinary memory; of weights and rows one is used."""
+        used = sum(buffer.nbytes for buffer in self.work)
+        return used - min(self.work.weights.nbytes, self.work.rows.nbytes)
 
 
 def chunk_tokens(kv_heads: int, candidates: int) -> int:
@@ -183,16 +193,17 @@ def plan_scan(
         chunk=chunk_tokens(scratch.kv_heads, candidates),
         sinks=sinks,
         number=number,
+        has_rows=False,
     )
 
 
 class ScoreStage(Protocol):
-    """Computes the logits of a scan."""
+    """Scores the keys of a scan."""
 
     name: ClassVar[str]
 
-    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
-        """Fills the scratch's `logits`, `tops` and `sums`.
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> Any:
+        """Fills the scratch's `weights` or `rows`, `tops` and `sums`; the plan that says which.
 
         Args:
             plan: What is asked for.
@@ -204,15 +215,48 @@ class ScoreStage(Protocol):
 
 
 class NumbaScores:
-    """Logits in fp32 by the vector units: bound by memory at 8 columns on 16 cores."""
+    """Logits in fp32 by the vector units: bound by them from 8 columns on."""
 
     name: ClassVar[str] = "numba"
 
-    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
-        """Fills `logits`, `tops` and `sums`."""
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> Any:
+        """Fills `weights`, `tops` and `sums`."""
         bits = read_only(k.view(key_bits(k.dtype)))
         with turn:
             _kernels().score_keys(plan, scratch.work, bits, cols)
+        return plan
+
+
+class MatrixScores:
+    """Logits by the matrix units of the CPU, for bfloat16 and up to sixteen columns.
+
+    What they cannot do, and machines that have none, take the vector units.
+    """
+
+    name: ClassVar[str] = "matrix"
+
+    def __init__(self) -> None:
+        self._other = NumbaScores()
+
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> Any:
+        """Fills `rows`, `tops` and `sums`."""
+        units = _matrix_units(k.dtype, k.shape[2])
+        if units is None or plan.columns > units.COLUMNS:
+            return self._other(plan, scratch, k, cols)
+        tiles = units.tiled_columns(cols[:, : plan.columns], k.dtype)
+        with turn:
+            bits = read_only(k.view(np.uint16))
+            units.score_keys(plan, scratch.work, bits, tiles, units.tile_layout())
+        return plan._replace(has_rows=True)
+
+
+def _matrix_units(dtype: Any, dim: int) -> Any:
+    """The loops that use matrix units, or `None` if there are none for such keys."""
+    if np.dtype(dtype).name != "bfloat16":
+        return None
+    from herald_jax.retrieval import _matrix
+
+    return _matrix if _matrix.fits(dim) and _matrix.has_matrix_units() else None
 
 
 class XlaScores:
@@ -230,8 +274,8 @@ class XlaScores:
             functools.partial(jnp.einsum, "sd,dc->sc", preferred_element_type=jnp.float32)
         )
 
-    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> None:
-        """Fills `logits`, `tops` and `sums`."""
+    def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> Any:
+        """Fills `weights`, `tops` and `sums`."""
         step = max(-(-k.shape[1] // XLA_BUCKETS), 1)
         length = min(-(-plan.candidates // step) * step, k.shape[1])
         turned = np.ascontiguousarray(cols.transpose(0, 2, 1)).astype(k.dtype)
@@ -243,14 +287,15 @@ class XlaScores:
             scores = read_only(np.asarray(result))
             with turn:
                 _kernels().take_scores(plan, scratch.work, scores, head)
+        return plan
 
 
 SCORE_STAGES: dict[str, type[ScoreStage]] = {
-    stage.name: stage for stage in (NumbaScores, XlaScores)
+    stage.name: stage for stage in (MatrixScores, NumbaScores, XlaScores)
 }
-"""Ways to compute logits, by name."""
+"""Ways to score keys, by name."""
 
-NUMBA_SCORES = NumbaScores()
+BEST_SCORES = MatrixScores()
 
 
 def padded_columns(cols: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -272,7 +317,7 @@ def scan_layer(
     scratch: ScanScratch,
     *,
     group: int = 1,
-    stage: ScoreStage = NUMBA_SCORES,
+    stage: ScoreStage = BEST_SCORES,
 ) -> Int[np.ndarray, "K n"]:
     """Positions of the chosen keys of each KV head, ascending.
 
@@ -319,13 +364,13 @@ def scan_layer(
     plan = plan_scan(
         scratch, count, group, spec, candidates=candidates, sinks=taken_sinks, number=number
     )
-    stage(plan, scratch, k, padded_columns(cols, k.dtype))
+    plan = stage(plan, scratch, k, padded_columns(cols, k.dtype))
     choose_scored(plan, scratch, index)
     return index
 
 
 def choose_scored(plan: Any, scratch: ScanScratch, index: Int[np.ndarray, "K n"]) -> None:
-    """Fills `index` with the best of the keys whose logits a stage left in the scratch."""
+    """Fills `index` with the best of the keys that a stage scored; `plan` is what it gave."""
     with turn:
         _kernels().choose_keys(plan, scratch.work, index)
 

@@ -13,6 +13,7 @@ from slow_selection import slow_choice, slow_scores
 from herald_jax import ConfigError
 from herald_jax.retrieval import SelectionConfig, choose, importance, scan
 from herald_jax.retrieval.scan import (
+    MatrixScores,
     NumbaScores,
     ScanScratch,
     XlaScores,
@@ -70,6 +71,38 @@ def test_the_choice_is_that_of_the_device(scratch, columns, group, changes, stag
         np.testing.assert_array_equal(
             index, on_device(k, cols, candidates, sinks, wanted, spec, group)
         )
+
+
+@pytest.mark.parametrize(
+    ("dim", "columns", "group", "changes"),
+    [
+        (128, 16, 1, {}),
+        (64, 5, 1, {"dilation": 0}),
+        (32, 12, 3, {"dilation": 900}),
+        (96, 6, 2, {"pooling": "mean"}),
+    ],
+)
+def test_matrix_units_choose_as_the_vector_units_do(dim, columns, group, changes):
+    """Kinds of fault: keys behind the candidates are read; a NaN, or a filler column, counts."""
+    from herald_jax.retrieval import _matrix
+
+    if not _matrix.has_matrix_units():
+        pytest.skip("this CPU has no matrix units")
+    spec = SelectionConfig(**changes)
+    scratch = ScanScratch(HEADS, KEYS, columns)
+    numbers = np.random.default_rng(dim)
+    for candidates, wanted in ((KEYS, 85), (1025, 500), (KEYS - 9, 1000), (31, 7)):
+        k = numbers.normal(size=(HEADS, KEYS, dim)).astype(np.dtype(jnp.bfloat16))
+        cols = 0.4 * numbers.normal(size=(HEADS, columns, dim)).astype(np.float32)
+        k[:, candidates:] = np.nan
+        k[1, 12], k[2, 13, 3], k[0, 5] = np.nan, np.inf, -np.inf
+        index = [
+            scan_layer(k, cols, candidates, 4, wanted, spec, scratch, group=group, stage=stage)
+            for stage in (MatrixScores(), NumbaScores())
+        ]
+        for mine, other in zip(*index, strict=True):
+            assert len(np.setdiff1d(mine, other)) <= wanted // 200  # closer than rounding
+        assert 12 not in index[0][1] or wanted >= candidates - 5
 
 
 def test_the_choice_is_that_of_loops_over_keys(scratch):
@@ -169,8 +202,9 @@ def test_buffers_hold_every_length_of_row(heads):
         for candidates in {1, row // 3 + 1, row - 1 or 1, row}:
             assert -(-candidates // scan.chunk_tokens(heads, candidates)) <= chunks
     scratch = ScanScratch(heads, 5000, 3)
-    assert scratch.work.logits.shape == (heads, 4, 5000)
-    assert scratch.nbytes == sum(buffer.nbytes for buffer in scratch.work)
+    assert scratch.work.weights.shape == (heads, 4, 5000)
+    unused = scratch.work._replace(weights=np.zeros(0)), scratch.work._replace(rows=np.zeros(0))
+    assert scratch.nbytes == max(sum(buffer.nbytes for buffer in work) for work in unused)
     assert scratch.work.tops.shape[1] >= -(-5000 // scan.chunk_tokens(heads, 5000))
 
 
