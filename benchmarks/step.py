@@ -1,154 +1,206 @@
-"""Dense decoding at the shapes of a real model: time of a step and of a whole block.
+"""One dense step of the engine at the shapes of a real model, beside its bound and torch.
 
-Weights are random, so no confidence passes a threshold; a block runs a static schedule of
-`--steps` denoising passes and the commit pass. The bound beside each figure is the larger of
-the bytes that a pass must read (weights once, keys and values of the prefix once) over the
-measured copy bandwidth and its floating-point operations over the measured matmul rate.
+The program is the engine's own, over a page pool of random numbers; every call begins the rows'
+blocks anew behind the same context, so that all calls do the same work. `bounds` says what the
+bound counts. First torch runs the same step in a process of its own (`torch_baseline`). Trace
+and memory analysis of the compiled program stand in each record. `--variants` compiles the step
+of `--variant-case` under other compiler options as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-from pathlib import Path
+import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.record import RESULTS, current_commit, write_record
+from benchmarks import block, prefill, schedule, torch_baseline
+from benchmarks.bounds import Ceilings, Part, bound_seconds, part_figures, step_parts
+from benchmarks.dense_runner import (
+    MEMORY_FRACTION,
+    FilledRunner,
+    add_common_arguments,
+    make_runner,
+    measured_ceilings,
+)
+from benchmarks.record import current_commit, write_record
 from benchmarks.shapes import MODELS
-from benchmarks.timing import measured_bandwidth, measured_matmul_rate, seconds_per_call
-from herald_jax.cache.dense import DenseCache
-from herald_jax.cache.layout import kv_bytes_per_token
-from herald_jax.configs import ModelConfig
-from herald_jax.decoding.options import decoding_options, proposal_spec
-from herald_jax.decoding.steps import BlockState, decode_block, denoise_step
-from herald_jax.models.decoder import Params, bind, random_params
-from herald_jax.sampling import SamplingParams
+from benchmarks.timing import seconds_per_call
+from benchmarks.trace import KernelTimes, kernel_times, printed
+from herald_jax.engine.slot_arrays import GREEDY
+from herald_jax.models.decoder import random_params
+
+CASES = [
+    *[(1, 8192), (1, 32768), (1, 131072)],
+    *[(2, 8192), (2, 32768), (2, 131072)],
+    *[(8, 8192), (8, 32768)],
+    *[(16, 8192), (16, 32768)],
+]
+"""Rows and tokens of context that fit an H200 with 8 billion weights."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
+    "no_triton_gemm": {"xla_gpu_enable_triton_gemm": False},
+    "no_cublaslt": {"xla_gpu_enable_cublaslt": False},
+    "while_command_buffers": {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    },
+}
+"""Compiler options under which the step is compiled once more."""
 
 
-def pass_costs(config: ModelConfig, params: Params, rows: int, context: int) -> dict[str, float]:
-    """Bytes and floating-point operations that one pass over a block cannot do without."""
-    itemsize = params["embed_tokens"]["embedding"].dtype.itemsize
-    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-    if not config.tie_word_embeddings:
-        weights -= params["embed_tokens"]["embedding"].size  # only a few rows are looked up
-    queries = rows * config.block_length
-    attended = 4 * config.num_layers * config.num_heads * config.head_dim * queries
-    return {
-        "bytes": weights * itemsize + rows * context * kv_bytes_per_token(config, itemsize),
-        "flops": 2 * weights * queries + attended * (context + config.block_length),
-    }
-
-
-def _programs(config: ModelConfig, sampling: SamplingParams, rows: int) -> tuple[Any, Any]:
-    options = decoding_options([sampling] * rows, range(rows), config)
-    spec = proposal_spec([sampling])
-    active = jnp.ones(rows, bool)
-
-    @jax.jit
-    def step(params: Params, cache: DenseCache, state: BlockState) -> BlockState:
-        return denoise_step(bind(config, params), cache, state, options, spec)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def block(params: Params, cache: DenseCache, state: BlockState) -> tuple:
-        return decode_block(bind(config, params), cache, state, active, options, spec)
-
-    return step, block
+def memory_figures(compiled: Any) -> dict[str, int]:
+    """What the compiler says about the memory of a program; a hidden copy would show here."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    names = ("argument", "output", "alias", "temp")
+    return {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names}
 
 
 def measure(
-    config: ModelConfig, params: Params, rows: int, context: int, steps: int, repeats: int
-) -> dict[str, float]:
-    """Seconds of a denoising step and of a whole block behind `context` cached tokens."""
-    sampling = SamplingParams(strategy="low_confidence_static", denoising_steps=steps)
-    dtype = params["embed_tokens"]["embedding"].dtype
-    step, block = _programs(config, sampling, rows)
-    cache = DenseCache.zeros(config, rows, context + config.block_length, dtype)
-    fill = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype), donate_argnums=1)
-    leaves, tree = jax.tree.flatten(cache)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    cache = jax.tree.unflatten(tree, [fill(k, x) for k, x in zip(keys, leaves, strict=True)])
-    del leaves
-    index = jnp.full((rows,), context // config.block_length, jnp.int32)
-    shape = (rows, config.block_length)
-    state = BlockState.start(index, jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
-    holder = [cache]
-    del cache  # the only reference is the one that a block donates and replaces
-    step_seconds = seconds_per_call(lambda: step(params, holder[0], state), repeats)
+    runner: FilledRunner, program: Any, rows: int, context: int, *, is_traced: bool
+) -> tuple[float, KernelTimes | None]:
+    """Seconds of a step, and its kernels if they can be traced here."""
+    call = runner.caller(program, rows, context)
+    seconds = seconds_per_call(call, 4)
+    if not is_traced:
+        return seconds, None
+    try:
+        return seconds, kernel_times(call)
+    except Exception as error:  # a profiler that does not run must not end the benchmark
+        print(f"  trace: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return seconds, None
 
-    def whole_block() -> BlockState:
-        holder[0], out = block(params, holder[0], state)
-        return out
 
-    block_seconds = seconds_per_call(whole_block, 1, samples=3)
-    taken = int(np.asarray(whole_block().steps)[0])
-    if taken != steps:
-        raise RuntimeError(f"the static schedule took {taken} steps instead of {steps}")
-    return {"step_seconds": step_seconds, "block_seconds": block_seconds}
+def _parts_line(parts: Sequence[Part], ceilings: Ceilings) -> str:
+    shares: dict[str, float] = {}
+    for part in parts:
+        name = part.name if part.name in ("attention", "lm_head") else "matmuls"
+        shares[name] = shares.get(name, 0.0) + 1e3 * part.seconds(ceilings)
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in shares.items())
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures every (rows, context) pair and writes its record."""
+    """Measures every case and writes its record as soon as it is there."""
+    began = time.perf_counter()
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     config = MODELS[arguments.model]
+    cases = [torch_baseline.parsed(case) for case in arguments.cases]
+    theirs: dict[Any, Any] = {}
+    if not arguments.no_torch:
+        theirs = torch_baseline.in_child(arguments.model, cases, arguments.torch_seconds)
+        print(f"torch: {len(theirs)} cases in {time.perf_counter() - began:.0f} s", flush=True)
     params = random_params(config, dtype=jnp.dtype(arguments.dtype))
-    bandwidth, rate = measured_bandwidth(arguments.copy_gigabytes), measured_matmul_rate()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s")
-    print(f"{'rows':>4} {'context':>8} {'ms/step':>8} {'bound':>7} {'ratio':>6} {'tok/s':>8}")
-    for context in arguments.contexts:
-        for rows in arguments.rows:
-            costs = pass_costs(config, params, rows, context)
-            bound = max(costs["bytes"] / bandwidth, costs["flops"] / rate)
-            times = measure(config, params, rows, context, arguments.steps, arguments.repeats)
-            tokens_per_second = rows * config.block_length / times["block_seconds"]
-            ratio = times["step_seconds"] / bound
-            print(
-                f"{rows:>4} {context:>8} {times['step_seconds'] * 1e3:>8.2f} "
-                f"{bound * 1e3:>7.2f} {ratio:>6.2f} {tokens_per_second:>8.1f}",
-                flush=True,
-            )
-            write_record(
-                f"step_{arguments.model}_r{rows}_s{context}",
-                commit=arguments.commit or current_commit(),
-                shapes={
-                    "model": arguments.model,
-                    "dtype": arguments.dtype,
-                    "rows": rows,
-                    "context_tokens": context,
-                    "block_length": config.block_length,
-                },
-                settings={
-                    "placement": "dense, on the device",
-                    "strategy": "low_confidence_static",
-                    "threshold": None,
-                    "denoising_steps": arguments.steps,
-                    "weights": "random",
-                },
-                figures={
-                    "ms_per_step": times["step_seconds"] * 1e3,
-                    "ms_per_block": times["block_seconds"] * 1e3,
-                    "tokens_per_second": tokens_per_second,
-                    "bytes_per_step": costs["bytes"],
-                    "flops_per_step": costs["flops"],
-                    "copy_bytes_per_second": bandwidth,
-                    "matmul_flops_per_second": rate,
-                    "bound_ms_per_step": bound * 1e3,
-                    "ratio_to_bound": ratio,
-                },
-                folder=arguments.output,
-            )
+    ceilings = measured_ceilings(arguments)
+    schedule.use()
+    runner = make_runner(config, params, cases)
+    programs: dict[int, Any] = {}
+    header = f"{'rows':>4} {'context':>8} {'ms/step':>8} {'bound':>7} {'ratio':>6} {'torch':>8}"
+    for rows, context in cases:
+        if time.perf_counter() - began > arguments.seconds:
+            print(f"{rows}x{context}: left out, {arguments.seconds} s are over", flush=True)
+            continue
+        if rows not in programs:
+            lowered = runner.lower(rows, 0, GREEDY)
+            begin = time.perf_counter()
+            programs[rows] = lowered.compile()
+            seconds = time.perf_counter() - begin
+            print(f"rows {rows}: compiled in {seconds:.1f} s, {memory_figures(programs[rows])}")
+            print(header, flush=True)
+        is_traced = not arguments.no_trace
+        step_seconds, kernels = measure(runner, programs[rows], rows, context, is_traced=is_traced)
+        parts = step_parts(config, jnp.dtype(arguments.dtype).itemsize, rows, context)
+        figures = part_figures(parts, ceilings)
+        bound = bound_seconds(parts, ceilings)
+        figures |= {
+            "ms_per_step": 1e3 * step_seconds,
+            "ratio_to_bound": step_seconds / bound,
+            **memory_figures(programs[rows]),
+        }
+        other = theirs.get((rows, context))
+        if other is not None:
+            figures |= {
+                "torch_ms_per_step": 1e3 * other["seconds"],
+                "times_faster_than_torch": other["seconds"] / step_seconds,
+                "torch_version": other["torch"],
+            }
+        torch_ms = f"{1e3 * other['seconds']:>8.2f}" if other else f"{'-':>8}"
+        print(
+            f"{rows:>4} {context:>8} {1e3 * step_seconds:>8.2f} {1e3 * bound:>7.2f} "
+            f"{step_seconds / bound:>6.2f} {torch_ms}  bound: {_parts_line(parts, ceilings)}"
+        )
+        if kernels is not None:
+            print(printed(kernels))
+            figures |= kernels.figures()
+        print(end="", flush=True)
+        _write(arguments, f"step_{arguments.model}_r{rows}_s{context}", rows, context, figures)
+    for rows, context in map(torch_baseline.parsed, arguments.block_cases):
+        program = programs.get(rows) or runner.lower(rows, 0, GREEDY).compile()
+        block.run(runner, program, rows, context, arguments)
+    if arguments.prefill:
+        prefill.run(config, params, ceilings, arguments, began)
+    for name in arguments.variants:
+        if time.perf_counter() - began > arguments.seconds:
+            print(f"{name}: left out, {arguments.seconds} s are over", flush=True)
+            continue
+        _variant(runner, name, arguments)
+
+
+def _variant(runner: FilledRunner, name: str, arguments: argparse.Namespace) -> None:
+    """Prints and records the time of the step under other compiler options."""
+    rows, context = torch_baseline.parsed(arguments.variant_case)
+    try:
+        program = runner.lower(rows, 0, GREEDY).compile(compiler_options=VARIANTS[name])
+    except Exception as error:  # options come and go with versions
+        print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return
+    seconds, _ = measure(runner, program, rows, context, is_traced=False)
+    print(f"{rows:>4} {context:>8} {1e3 * seconds:>8.2f}  {name}", flush=True)
+    figures = {"ms_per_step": 1e3 * seconds, "compiler_options": VARIANTS[name]}
+    name = f"variant_{arguments.model}_r{rows}_s{context}_{name}"
+    _write(arguments, name, rows, context, figures)
+
+
+def _write(
+    arguments: argparse.Namespace, name: str, rows: int, context: int, figures: dict[str, Any]
+) -> None:
+    write_record(
+        name,
+        commit=arguments.commit or current_commit(),
+        shapes={
+            "model": arguments.model,
+            "dtype": arguments.dtype,
+            "rows": rows,
+            "context_tokens": context,
+            "block_length": MODELS[arguments.model].block_length,
+        },
+        settings={"placement": "dense, paged, on the device", "weights": "random"},
+        figures=figures,
+        folder=arguments.output,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--model", choices=sorted(MODELS), default="sdar-8b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768])
-    parser.add_argument("--steps", type=int, default=20, help="denoising steps of a block")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--copy-gigabytes", type=float, default=2.0)
-    parser.add_argument("--commit", help="commit to record where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the records")
+    words = [f"{rows}x{context}" for rows, context in CASES]
+    parser.add_argument("--cases", nargs="+", default=words, help="rows and context, as 8x32768")
+    parser.add_argument("--variants", nargs="*", choices=sorted(VARIANTS), default=[])
+    parser.add_argument("--variant-case", default="1x32768")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch out")
+    parser.add_argument("--no-trace", action="store_true", help="leave the profiler out")
+    parser.add_argument("--torch-seconds", type=float, default=60.0, help="most seconds for torch")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after these")
+    parser.add_argument("--block-cases", nargs="*", default=[], help="run whole blocks of these")
+    parser.add_argument("--prefill", action="store_true", help="run the prefill as well")
+    block.add_own_arguments(parser)
+    prefill.add_own_arguments(parser)
+    add_common_arguments(parser)

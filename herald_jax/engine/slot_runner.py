@@ -234,30 +234,30 @@ class SlotRunner:
             rows[at], index[at], tokens[at] = slot.row, slot.index, slot.token_ids
         return PrefillSlots(rows, index, tokens)  # type: ignore[arg-type]
 
+    def lower(self, decode: int, prefill: int, spec: ProposalSpec) -> jax.stages.Lowered:
+        """The program of a step with so many decode and prefill slots, not compiled yet."""
+        block = self.config.block_length
+        sampling = [SamplingParams()] * decode
+
+        def ints(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        step = functools.partial(_step, model=self.config, spec=spec)
+        return jax.jit(step, donate_argnums=(1, 2)).lower(
+            self.params,
+            self._cache,
+            self._states,
+            self._device_tables,
+            self._arrays.no_starts,
+            DecodeSlots(ints(decode), ints(decode), ints(decode, STOP_ID_SLOTS)),
+            PrefillSlots(ints(prefill), ints(prefill), ints(prefill, block)),
+            decoding_options(sampling, [0] * decode, self.config, tuple(RULES)),
+        )
+
     def _program(self, decode: int, prefill: int, spec: ProposalSpec) -> Callable[..., Any]:
         key = (decode, prefill, spec)
         if key not in self._programs:
-            block = self.config.block_length
-            sampling = [SamplingParams()] * decode
-
-            def ints(*shape: int) -> Any:
-                return jax.ShapeDtypeStruct(shape, jnp.int32)
-
             begin = time.perf_counter()
-            step = functools.partial(_step, model=self.config, spec=spec)
-            self._programs[key] = (
-                jax.jit(step, donate_argnums=(1, 2))
-                .lower(
-                    self.params,
-                    self._cache,
-                    self._states,
-                    self._device_tables,
-                    self._arrays.no_starts,
-                    DecodeSlots(ints(decode), ints(decode), ints(decode, STOP_ID_SLOTS)),
-                    PrefillSlots(ints(prefill), ints(prefill), ints(prefill, block)),
-                    decoding_options(sampling, [0] * decode, self.config, tuple(RULES)),
-                )
-                .compile()
-            )
+            self._programs[key] = self.lower(*key).compile()
             self.compile_seconds += time.perf_counter() - begin
         return self._programs[key]
