@@ -155,10 +155,9 @@ class Trainer:
             "is_fill": spec((rows, length), jnp.bool_),
             "kind": spec((rows,), jnp.int32),
         }
-        like = jax.tree.map(lambda a: spec(a.shape, a.dtype), self.like)
         counts, rate = spec((len(KINDS), 3), jnp.float32), spec((), jnp.float32)
         begin = time.perf_counter()
-        step = train_step.lower(like, counts, batch, rate, self.shape, self.fused).compile()
+        step = train_step.lower(self.like, counts, batch, rate, self.shape, self.fused).compile()
         print(f"compiled {size} in {time.perf_counter() - begin:.0f} s", flush=True)
         return step
 
@@ -179,7 +178,7 @@ class Trainer:
         names = list(stages)
         names = names[names.index(self.progress["stage"]) :]
         sizes = list(dict.fromkeys(size for name in names for size in stages[name].sizes))
-        _ = self.like
+        _ = self.like  # before a step donates the state
         with ThreadPoolExecutor(2) as pool:  # later stages compile while the first one trains
             programs = {size: pool.submit(self.compile, size) for size in sizes}
             for name in names:
@@ -201,11 +200,9 @@ class Trainer:
             program = programs[stage.sizes[step % len(stage.sizes)]].result()
             if logged is None:
                 logged = time.perf_counter()
-            begin = self.decay_from if is_last else 1.0
-            rate = self.scale * (
-                rate_at(self.steps, self.share, begin) if is_last else rate_at(self.steps, 0.0, 0.0)
-            )
-            self.state, counts = program(self.state, counts, batch, jnp.float32(rate))
+            share = self.share if is_last else 0.0
+            rate = jnp.float32(self.scale * rate_at(self.steps, share, self.decay_from))
+            self.state, counts = program(self.state, counts, batch, rate)
             self.steps += 1
             self.progress["step"] = step + 1
             is_over = self.share >= (1.0 if is_last else stage.until)
