@@ -102,7 +102,7 @@ def measure(
         device_memory_fraction=1.0,
         kv_cache_bytes=runner.kv_bytes,
     )
-    runner._programs[rows, 0, GREEDY] = program
+    runner.take(program, rows)
     engine = PromptlessEngine(config, runner.params, settings, runner)
     _serve(engine, _requests(config, context, 2), rows, 2)
     served = _serve(engine, _requests(config, context, blocks), rows, blocks)

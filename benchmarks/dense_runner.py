@@ -18,7 +18,7 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding.slots import DecodeSlots, RowStarts, SlotOutput
 from herald_jax.engine.config import PAGE_TOKENS
 from herald_jax.engine.plan import DecodeSlot, StepPlan
-from herald_jax.engine.slot_arrays import RowSampling
+from herald_jax.engine.slot_arrays import GREEDY, RowSampling
 from herald_jax.engine.slot_runner import SlotRunner
 from herald_jax.models.decoder import Params
 from herald_jax.sampling import SamplingParams
@@ -39,6 +39,10 @@ class FilledRunner(SlotRunner):
         for at, key in enumerate(keys):
             leaves[at] = noise(key, leaves[at])
         self._cache = jax.tree.unflatten(tree, leaves)
+
+    def take(self, program: Any, rows: int) -> None:
+        """Makes a greedy step of so many rows, compiled elsewhere, one of this runner's."""
+        self._programs[rows, 0, GREEDY] = program
 
     def _run(self, plan: StepPlan | None, prefill: Sequence[Any]) -> SlotOutput:
         if plan is None:  # nothing but prompt blocks, which count as written

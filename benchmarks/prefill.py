@@ -47,7 +47,7 @@ def _engine_path(
         table_pages=pages,
         prefill_slots=chunk // block,
     )
-    ids = tuple(np.arange(block) % config.mask_token_id)
+    ids = tuple((np.arange(block) % config.mask_token_id).tolist())
     table = RowTable(row=0, epoch=0, pages=tuple(range(pages)))
 
     def run(length: int) -> Any:
@@ -58,8 +58,7 @@ def _engine_path(
         plan = StepPlan(
             tick=0, tables=(table,), starts=(), decode=(), prefill=tuple(slots), preempted=()
         )
-        steps = runner.dispatch(plan, {})
-        return jax.block_until_ready(steps[-1]._output)
+        return [step.read() for step in runner.dispatch(plan, {})]
 
     return run
 

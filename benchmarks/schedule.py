@@ -69,6 +69,7 @@ def main() -> None:
     prompts = [text[at * 3000 : at * 3000 + PROMPT_CHARACTERS] for at in range(ROWS)]
     llm = LLM(str(root / "tiny-sdar"), max_model_len=1024, max_num_seqs=ROWS)
     block = llm.config.block_length
+    assert llm.tokenizer is not None
     ids = [llm.tokenizer.encode(prompt)[: 4 * block] for prompt in prompts]
     sampling = SamplingParams(
         max_tokens=BLOCKS * block,
