@@ -30,6 +30,7 @@ from herald_jax.machine import Machine
 from herald_jax.pass_times import pass_seconds
 from herald_jax.retrieval.queries import query_positions
 from herald_jax.retrieval.select import column_group
+from herald_jax.settings import PINNED_LIMIT_VARIABLE
 
 MOST_ROWS = 4096
 """Rows beyond which no plan looks."""
@@ -354,6 +355,7 @@ def _refusal(
         fix += ", or take a sparse cache"
     else:
         fix += ", raise dense_layers, or take placement='device'"
+        fix += f" (what may be pinned for a GPU is also capped by {PINNED_LIMIT_VARIABLE})"
     return (
         f"{rows} rows of {work.context} tokens ({placement_name(cache)}) need {need / 1e9:.4g} GB "
         f"of {name.partition(' ')[0]} memory, and there are {have / 1e9:.4g}. {fix}."
