@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.bounds import Ceilings, bound_seconds, prefill_flops, step_parts
-from benchmarks.replay import DISTRIBUTIONS, MOST_STEPS, Replay, Work, drawn_steps, geometric
 from benchmarks.record import FIELDS, RESULTS, write_record
+from benchmarks.replay import MOST_STEPS, Replay, Work, geometric, simulate
 from benchmarks.shapes import MODELS
 from benchmarks.trace import summarise
 from herald_jax.decoding.rules import BlockView
@@ -125,3 +125,13 @@ def test_replay_takes_the_drawn_number_of_steps_whatever_the_row():
         is_masked = is_masked & ~chosen
     assert not is_masked.any()
     assert steps[0] == steps[2] and (steps >= 1).all() and (steps <= MOST_STEPS).all()
+
+
+def test_the_shortest_schedule_bounds_every_policy():
+    work = Work.draw("two", [3, 1, 2, 1, 4], first_block=2, rows=2)
+    sizes = {"block_length": 32, "prompt_blocks": 2, "prefill_slots": 4}
+    shares = [simulate(work, batch, **sizes)["useful_share"] for batch in (5, 2)]
+    assert 1 >= work.bound() > shares[0] > shares[1]
+    # Without neighbours a row's steps are its passes, and one step to prefill a longer prompt.
+    alone = Work(work.passes[:1], rows=1)
+    assert simulate(alone, 1, **sizes)["steps"] == alone.total == alone.lockstep_steps()
