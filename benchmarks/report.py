@@ -110,6 +110,7 @@ def draw(records: Sequence[Record], folder: Path) -> None:
     matplotlib: Any = importlib.import_module("matplotlib")
     figures: Any = importlib.import_module("matplotlib.figure")
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is small
     matplotlib.rcParams["svg.hashsalt"] = "herald"  # names of parts are the same every time
     folder.mkdir(parents=True, exist_ok=True)
     for name, (_, plot) in PLOTS.items():
