@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks.record import RESULTS, current_commit, write_record
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing, host_sharding
+from herald_jax.cache.shape import STAGING_SLOTS, staged_layers
 from herald_jax.engine.lane import HostLane
 from herald_jax.engine.lane_jobs import Recall
 from herald_jax.retrieval import SelectionConfig, scan
 from herald_jax.retrieval.recall import HostStore
 
 SINKS = 4
-SLOTS = 3
 READ_BYTES = 1 << 18
 
 
@@ -100,11 +100,10 @@ def measured_read_bandwidth(case: Case, samples: int) -> float:
 def measure_stages(case: Case, columns: int, stage: Any, samples: int) -> dict[str, float]:
     """Rates of the parts of a scan, apart."""
     shape, spec = case.shape, SelectionConfig()
-    scan.compile_scan(shape.dtype, shape.head_dim)
+    scan.compile_scan(np.dtype(shape.dtype), shape.head_dim)
     scratch = scan.ScanScratch(shape.kv_heads, shape.row_tokens, columns)
     cols = np.random.default_rng(1).normal(size=(shape.kv_heads, columns, shape.head_dim))
-    cols = (cols * 0.3).astype(np.float32)
-    padded = scan.padded_columns(cols, np.dtype(shape.dtype))
+    cols = (cols * 0.3).astype(np.float32).astype(np.dtype(shape.dtype))
     plan = scan.plan_scan(
         scratch,
         columns,
@@ -123,7 +122,7 @@ def measure_stages(case: Case, columns: int, stage: Any, samples: int) -> dict[s
     def score() -> None:
         nonlocal plan
         for k, _ in rows:
-            plan = stage(plan, scratch, k, padded)
+            plan = stage(plan, scratch, k, cols)
 
     def choose() -> None:
         for _ in rows:
@@ -178,8 +177,9 @@ def measure_lane(
         case.pool, SelectionConfig(), columns=columns, group=1, sinks=SINKS, stage=stage
     )
     row_shape = (shape.kv_heads, -(-(SINKS + case.entries) // 64) * 64, shape.head_dim)
-    layers = StagingRing.layers_of_slot(row_shape, shape.dtype, shape.layers)
-    ring = StagingRing(SLOTS, layers, row_shape, shape.dtype, case.sharding)
+    layer_bytes = math.prod(row_shape) * np.dtype(shape.dtype).itemsize
+    layers = staged_layers(layer_bytes, shape.layers)
+    ring = StagingRing(STAGING_SLOTS, layers, row_shape, shape.dtype, case.sharding)
     size = (shape.layers, shape.kv_heads, columns, shape.head_dim)
     cols = jax.random.normal(jax.random.key(0), size, shape.dtype)
     done: list[Recall] = []

@@ -43,9 +43,6 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 POLL_SECONDS = 0.0005
 """Pause between two looks at a copy that has not ended."""
 
-CHUNK_BYTES = 16 << 20
-"""Least bytes of a copy that runs at a good rate; a smaller one is mostly waiting."""
-
 _BITS = {2: np.uint16, 4: np.uint32}
 
 _log = logging.getLogger(__name__)
@@ -239,7 +236,7 @@ class StagingSlot:
 
 
 class StagingRing:
-    """A few pinned buffers, each large enough that its copy runs at full rate.
+    """A few pinned buffers.
 
     Args:
         slots: Buffers.
@@ -273,12 +270,6 @@ class StagingRing:
         self._free = list(self._slots)
         self._held: list[StagingSlot] = []
         self._sent: list[tuple[StagingSlot, Sequence[jax.Array]]] = []
-
-    @staticmethod
-    def layers_of_slot(row_shape: tuple[int, int, int], dtype: Any, layers: int) -> int:
-        """Layers whose keys make a copy of `CHUNK_BYTES`, or all of them if that is less."""
-        layer_bytes = math.prod(row_shape) * np.dtype(dtype).itemsize
-        return min(-(-CHUNK_BYTES // layer_bytes), layers)
 
     @staticmethod
     def predicted_bytes(

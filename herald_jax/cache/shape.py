@@ -11,7 +11,18 @@ STAGING_SLOTS = 4
 """Pinned buffers through which selected entries travel to the device."""
 
 STAGING_BYTES = 16 << 20
-"""Least bytes of such a buffer's keys and values; smaller copies run at half the link's rate."""
+"""Least bytes of such a buffer's keys, and of its values; smaller copies run at less than half the
+link's rate."""
+
+
+def staged_layers(layer_bytes: int, layers: int) -> int:
+    """Layers whose entries travel together: their keys make a large copy, or they are all.
+
+    Args:
+        layer_bytes: Bytes of the keys of a layer's pool.
+        layers: Layers that have a pool.
+    """
+    return min(-(-STAGING_BYTES // layer_bytes), layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +75,8 @@ class SparseShape:
 
     def staging_layers(self, model: ModelConfig, itemsize: int) -> int:
         """Layers whose entries travel together."""
-        entries = 2 * self.pool_tokens * model.num_kv_heads * model.head_dim * itemsize
-        return min(-(-STAGING_BYTES // entries), model.num_layers - self.dense_layers)
+        layer_bytes = self.pool_tokens * model.num_kv_heads * model.head_dim * itemsize
+        return staged_layers(layer_bytes, model.num_layers - self.dense_layers)
 
     def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
         """Pinned bytes: finished blocks and staging buffers; 0 with the store on the device."""

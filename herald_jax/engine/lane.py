@@ -40,7 +40,7 @@ from herald_jax.engine.lane_jobs import (
     RecallChunk,
 )
 from herald_jax.retrieval.recall import HostStore
-from herald_jax.retrieval.scan import default_threads, set_threads
+from herald_jax.retrieval.scan import set_threads
 
 if TYPE_CHECKING:
     from herald_jax.engine.trace import Trace
@@ -56,7 +56,7 @@ class HostLane:
         store: The finished blocks; from now on only the worker may use it.
         ring: Where recalled entries are staged; its slots must have room for every recall.
         sharding: Host memory for the copies of appended tokens.
-        threads: Most threads of a scan; all cores but one if left out.
+        threads: Most threads of a scan; what the store finds best if left out.
         before_job: Called on the worker before each job, which it may delay or fail.
         clock: Gives seconds.
 
@@ -77,7 +77,7 @@ class HostLane:
         self.clock = clock
         self.trace: Trace | None = None
         self._store, self._ring, self._sharding = store, ring, sharding
-        self._threads = default_threads() if threads is None else threads
+        self._threads = threads
         self._before_job = before_job
         self._changed = threading.Condition()
         # All of these, and what jobs say of themselves, belong to the condition.
@@ -289,7 +289,10 @@ class HostLane:
 
     def _run(self) -> None:
         try:
-            set_threads(self._threads)
+            if self._threads is None:
+                self._store.calibrate_threads()
+            else:
+                set_threads(self._threads)
             while (job := self._next()) is not None:
                 begin, error = self.clock(), self._do(job)
                 if self.trace is not None:

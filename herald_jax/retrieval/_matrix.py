@@ -78,13 +78,15 @@ def tiled_columns(cols: np.ndarray, dtype: Any) -> np.ndarray:
     Copies of the first column fill them up, which changes no maximum.
     """
     kv_heads, count, dim = cols.shape
-    full = np.concatenate([cols, np.repeat(cols[:, :1], COLUMNS - count, 1)], 1)
-    bits = full.astype(dtype).view(np.uint16)
+    bits = np.ascontiguousarray(cols.astype(dtype, copy=False)).view(np.uint16)
+    if count < COLUMNS:
+        bits = np.concatenate([bits, np.repeat(bits[:, :1], COLUMNS - count, 1)], 1)
     pairs = bits.reshape(kv_heads, COLUMNS, dim // DIM_STEP, DIM_STEP // 2, 2)
     tiles = pairs.transpose(0, 2, 3, 1, 4)
     return np.ascontiguousarray(tiles).reshape(kv_heads, dim // DIM_STEP, COLUMNS, DIM_STEP)
 
 
+@functools.cache
 def tile_layout() -> np.ndarray:
     """What tells the units that all tiles are of 16 rows of 64 bytes."""
     layout = np.zeros(64, np.uint8)

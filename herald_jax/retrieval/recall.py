@@ -9,23 +9,35 @@ the row can get into a pool.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from herald_jax.cache.host import PinnedPool
+from herald_jax.cache.host import HostShape, PinnedPool
 from herald_jax.retrieval.scan import (
     BEST_SCORES,
     ScanScratch,
     ScoreStage,
     compile_scan,
     count_common,
+    default_threads,
+    fewest_threads,
     gather_layer,
+    plan_scan,
     scan_layer,
+    set_threads,
+    thread_counts,
 )
 from herald_jax.retrieval.settings import SelectionConfig
+
+PROBE_BYTES = 1 << 28
+"""Keys that are read to choose the number of threads; more than caches hold."""
+
+_chosen_threads: dict[HostShape, int] = {}
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,12 +106,39 @@ class HostStore:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         shape = pool.shape
-        compile_scan(shape.dtype, shape.head_dim)
+        dtype = np.dtype(shape.dtype)
+        compile_scan(dtype, shape.head_dim)
+        self._token_bytes = shape.kv_heads * shape.head_dim * dtype.itemsize  # keys of a layer
         self.shape, self.columns, self.sinks = shape, columns, sinks
         self._pool, self._spec, self._group, self._stage = pool, spec, group, stage
         self._clock = clock
         self._scratch = ScanScratch(shape.kv_heads, shape.row_tokens, columns)
         self._stays: dict[int, _Stay] = {}
+
+    def calibrate_threads(self) -> int:
+        """Sets how many threads scans of the calling thread use; once measured, kept.
+
+        A small pool, which caches hold, is no measure: it gets all cores but one. The keys are
+        read whatever they are, so this belongs before the first append.
+        """
+        shape = self.shape
+        layer_bytes = self._token_bytes * shape.row_tokens
+        layers = min(shape.layers, -(-PROBE_BYTES // layer_bytes))
+        counts = thread_counts(default_threads() + 1)
+        if layers * layer_bytes < PROBE_BYTES or len(counts) == 1:
+            return set_threads(default_threads())
+        cols = np.ones((shape.kv_heads, self.columns, shape.head_dim), np.float32)
+        numbers = dict(candidates=shape.row_tokens, sinks=self.sinks, number=1)
+        plan = plan_scan(self._scratch, self.columns, self._group, self._spec, **numbers)
+
+        def score() -> None:
+            for layer in range(layers):
+                self._stage(plan, self._scratch, self._pool.view(layer, 0)[0], cols)
+
+        if shape not in _chosen_threads:
+            _chosen_threads[shape] = fewest_threads(score, counts)
+            _log.info("Scans of host memory use %d threads.", _chosen_threads[shape])
+        return set_threads(_chosen_threads[shape])
 
     def append(
         self,
@@ -241,12 +280,6 @@ class HostStore:
         before, stay.chosen[layer] = stay.chosen[layer], index
         hits = 0 if before is None else count_common(before, index)
         return RecallNotes(entries=index.size, hits=hits)
-
-    @property
-    def _token_bytes(self) -> int:
-        """Bytes of the keys of a token in one layer."""
-        shape = self.shape
-        return shape.kv_heads * shape.head_dim * np.dtype(shape.dtype).itemsize
 
     def _checked(self, row: int, epoch: int, layer: int, tokens: int) -> _Stay:
         """The stay, which has written so many tokens of the layer."""

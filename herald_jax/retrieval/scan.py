@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -40,7 +42,7 @@ _BITS = {"bfloat16": np.uint16, "float32": np.float32}
 turn = threading.Lock()
 """Held while a parallel loop of numba runs."""
 
-_compiled: set[tuple[str, int]] = set()
+_compiled: set[tuple[str, int, bool]] = set()
 
 
 def _kernels() -> Any:
@@ -84,7 +86,53 @@ def set_threads(count: int) -> int:
     return count
 
 
-def compile_scan(dtype: Any, head_dim: int) -> None:
+ENOUGH = 1.05
+"""How much slower than the best a scan with fewer threads may be."""
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Numbers of threads that `fewest_threads` tries: all cores but one, and shares of them."""
+    return sorted({max(cores * part // 4, 1) for part in (2, 3)} | {max(cores - 1, 1)})
+
+
+def fewest_threads(
+    run: Callable[[], Any],
+    counts: Sequence[int],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    set_count: Callable[[int], int] = set_threads,
+) -> int:
+    """The fewest threads with which `run` is about as fast as with any; it sets that number.
+
+    A scan is bound by the memory it reads, and cores that it need not have are left to the thread
+    that keeps the device busy.
+
+    Args:
+        run: Scans for some milliseconds; called three times for each number, first unmeasured.
+        counts: Numbers to try, ascending.
+        clock: Gives seconds.
+        set_count: Sets the number of threads.
+    """
+    seconds = []
+    for count in counts:
+        set_count(count)
+        run()
+        found = []
+        for _ in range(2):
+            begin = clock()
+            run()
+            found.append(clock() - begin)
+        seconds.append(min(found))
+    best = min(seconds)
+    chosen = next(
+        count for count, spent in zip(counts, seconds, strict=True) if spent <= ENOUGH * best
+    )
+    set_count(chosen)
+    return chosen
+
+
+@functools.cache
+def compile_scan(dtype: np.dtype, head_dim: int) -> None:
     """Compiles the loops for keys of this dtype, unless that has been done.
 
     Raises:
@@ -92,11 +140,11 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
     """
     bits = key_bits(dtype)
     words = _words(np.zeros((1, 1, head_dim), bits)).dtype
-    key = (np.dtype(dtype).name, words.itemsize)
+    units = _matrix_units(dtype, head_dim)
+    key = (dtype.name, words.itemsize, units is not None)
     if key in _compiled:
         return
     kernels = _kernels()
-    _matrix_units(dtype, head_dim)  # its loops are among those that follow
     with turn:
         for function in kernels.PARALLEL:
             function.disable_compile(False)
@@ -115,7 +163,6 @@ def compile_scan(dtype: Any, head_dim: int) -> None:
             out = np.zeros(rows.shape, rows.dtype)
             kernels.gather(rows, rows, index, out, out.copy())
             kernels.common(index, index, np.zeros(1, np.int64))
-            units = _matrix_units(dtype, head_dim)
             if units is not None:
                 tiles = units.tiled_columns(cols[:, :1], dtype)
                 units.score_keys(plan, scratch.work, k, tiles, units.tile_layout())
@@ -209,7 +256,7 @@ class ScoreStage(Protocol):
             plan: What is asked for.
             scratch: Buffers.
             k: Keys [K, S, D], in the dtype of the pool.
-            cols: Columns [K, c, D], fp32, padded to whole column blocks.
+            cols: Columns [K, c, D], of any dtype.
         """
         ...
 
@@ -222,8 +269,9 @@ class NumbaScores:
     def __call__(self, plan: Any, scratch: ScanScratch, k: np.ndarray, cols: np.ndarray) -> Any:
         """Fills `weights`, `tops` and `sums`."""
         bits = read_only(k.view(key_bits(k.dtype)))
+        padded = padded_columns(cols, k.dtype)
         with turn:
-            _kernels().score_keys(plan, scratch.work, bits, cols)
+            _kernels().score_keys(plan, scratch.work, bits, padded)
         return plan
 
 
@@ -243,16 +291,17 @@ class MatrixScores:
         units = _matrix_units(k.dtype, k.shape[2])
         if units is None or plan.columns > units.COLUMNS:
             return self._other(plan, scratch, k, cols)
-        tiles = units.tiled_columns(cols[:, : plan.columns], k.dtype)
+        tiles = units.tiled_columns(cols, k.dtype)
         with turn:
             bits = read_only(k.view(np.uint16))
             units.score_keys(plan, scratch.work, bits, tiles, units.tile_layout())
         return plan._replace(has_rows=True)
 
 
-def _matrix_units(dtype: Any, dim: int) -> Any:
+@functools.cache
+def _matrix_units(dtype: np.dtype, dim: int) -> Any:
     """The loops that use matrix units, or `None` if there are none for such keys."""
-    if np.dtype(dtype).name != "bfloat16":
+    if dtype.name != "bfloat16":
         return None
     from herald_jax.retrieval import _matrix
 
@@ -278,7 +327,8 @@ class XlaScores:
         """Fills `weights`, `tops` and `sums`."""
         step = max(-(-k.shape[1] // XLA_BUCKETS), 1)
         length = min(-(-plan.candidates // step) * step, k.shape[1])
-        turned = np.ascontiguousarray(cols.transpose(0, 2, 1)).astype(k.dtype)
+        padded = padded_columns(cols, k.dtype)  # with one column XLA is much slower
+        turned = np.ascontiguousarray(padded.transpose(0, 2, 1)).astype(k.dtype)
         results = [
             self._dot(*jax.device_put((k[head, :length], turned[head]), self._device))
             for head in range(k.shape[0])
@@ -303,7 +353,7 @@ def padded_columns(cols: np.ndarray, dtype: np.dtype) -> np.ndarray:
     block = _kernels().COLUMN_BLOCK
     kv_heads, count, dim = cols.shape
     padded = np.zeros((kv_heads, -(-count // block) * block, dim), np.float32)
-    padded[:, :count] = cols.astype(dtype)
+    padded[:, :count] = cols.astype(dtype, copy=False)
     return padded
 
 
@@ -364,7 +414,7 @@ def scan_layer(
     plan = plan_scan(
         scratch, count, group, spec, candidates=candidates, sinks=taken_sinks, number=number
     )
-    plan = stage(plan, scratch, k, padded_columns(cols, k.dtype))
+    plan = stage(plan, scratch, k, cols)
     choose_scored(plan, scratch, index)
     return index
 

@@ -17,6 +17,7 @@ from herald_jax.cache import host
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing
 from herald_jax.cache.host_link import LinkRates, measure_link
 from herald_jax.cache.host_memory import available_host_bytes, check_host_memory
+from herald_jax.cache.shape import staged_layers
 
 LAYERS, ROWS, KV_HEADS, TOKENS, DIM = 3, 4, 2, 24, 8
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,11 +230,11 @@ def test_staged_slots_arrive_as_they_were_filled(sharding):
 
 
 def test_a_slot_holds_the_layers_of_a_large_copy():
-    row = (8, 1664, 128)  # 3.25 MiB of bfloat16
-    assert StagingRing.layers_of_slot(row, jnp.bfloat16, 34) == 5
-    assert StagingRing.layers_of_slot(row, jnp.float32, 34) == 3
-    assert StagingRing.layers_of_slot(row, jnp.bfloat16, 4) == 4
-    assert StagingRing.layers_of_slot((8, 2**17, 128), jnp.bfloat16, 34) == 1
+    row = 8 * 1664 * 128  # 3.25 MiB of bfloat16
+    assert staged_layers(2 * row, 34) == 5
+    assert staged_layers(4 * row, 34) == 3
+    assert staged_layers(2 * row, 4) == 4
+    assert staged_layers(2 * 8 * 2**17 * 128, 34) == 1
 
 
 @pytest.fixture

@@ -193,6 +193,26 @@ def test_the_number_of_threads_changes_nothing(scratch):
         scan.set_threads(0)
 
 
+def test_no_more_threads_are_taken_than_help():
+    """Kind of fault: the thread that keeps the device busy is left no core."""
+    assert scan.thread_counts(16) == [8, 12, 15] and scan.thread_counts(1) == [1]
+    for seconds, best in (((9, 5, 4), 15), ((9, 4.1, 4), 12), ((4, 4, 5), 8)):
+        cost = dict(zip((8, 12, 15), seconds, strict=True))
+        now, set_to = [0.0], [0]
+
+        def run(cost: dict[int, float] = cost, now: list = now, set_to: list = set_to) -> None:
+            now[0] += cost[set_to[0]]
+
+        def set_count(count: int, set_to: list = set_to) -> int:
+            set_to[0] = count
+            return count
+
+        found = scan.fewest_threads(
+            run, (8, 12, 15), clock=lambda now=now: now[0], set_count=set_count
+        )
+        assert found == best == set_to[0]
+
+
 @pytest.mark.parametrize("heads", [1, 2, 8, 200])
 def test_buffers_hold_every_length_of_row(heads):
     """Kind of fault: a fixed buffer is too small once heads times chunks passes its size."""
@@ -276,7 +296,7 @@ def test_rows_past_the_reach_of_32_bits():
 def test_common_positions():
     before = np.array([[1, 4, 9, 12], [0, 1, 2, 3]], np.int32)
     after = np.array([[0, 4, 5, 12, 13], [3, 4, 5, 6, 7]], np.int32)
-    scan.compile_scan(np.float32, 4)
+    scan.compile_scan(np.dtype(np.float32), 4)
     assert scan.count_common(before, after) == 3
     assert scan.count_common(before, before[:, :0]) == 0
     assert scan.count_common(before[:, :0], after) == 0
@@ -286,14 +306,14 @@ def test_nothing_is_compiled_after_the_first_time(scratch):
     """Kind of fault: a call of another length compiles and takes seconds."""
     from herald_jax.retrieval import _kernels
 
-    scan.compile_scan(np.float32, DIM)
+    scan.compile_scan(np.dtype(np.float32), DIM)
     before = [len(function.signatures) for function in _kernels.PARALLEL]
     for columns, candidates in ((1, 30), (12, KEYS)):
         k, cols = draw(columns, columns)
         k.flags.writeable = False
         index = scan_layer(k, cols, candidates, 1, 20, SelectionConfig(), scratch)
         gather_layer(k, k, index, np.empty_like(k), np.empty_like(k))
-    scan.compile_scan(np.float32, DIM)
+    scan.compile_scan(np.dtype(np.float32), DIM)
     assert [len(function.signatures) for function in _kernels.PARALLEL] == before
     with pytest.raises(TypeError):
         _kernels.gather(k[:, ::2], k[:, ::2], index, k, k)
