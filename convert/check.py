@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from convert.canvas_reference import own_logits, random_inputs
+from convert.canvas_reference import reference_logits as canvas_reference_logits
 from convert.families import Family
 from convert.reader import HuggingFaceFolder
 from convert.references import BUILDERS, reference_logits
@@ -86,12 +88,30 @@ def compare_logits(
     length = 3 * config.block_length + config.block_length // 2
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, length)
     assert family.reference is not None
+    if config.is_canvas:
+        return _compare_canvas(hf, config, converted, dtype)
     wanted = reference_logits(family.reference, hf, config, tokens, jnp.dtype(dtype))
     params = load_params(converted, config, dtype=jnp.float32)
     with jax.default_matmul_precision("highest"):
         found = np.asarray(uncached_logits(config, params, jnp.asarray(tokens[None])))[0]
     scale = max(1.0, float(np.abs(wanted).max()))
     return CheckResult(float(np.abs(found - wanted).max()), RELATIVE_TOLERANCE * scale, length)
+
+
+def _compare_canvas(
+    hf: HuggingFaceFolder, config: ModelConfig, converted: Path, dtype: str
+) -> CheckResult:
+    """The same of a short text and a canvas after it, by encoder and denoiser."""
+    inputs = random_inputs(config, seed=0, rows=1, text_length=24)
+    wanted = canvas_reference_logits(hf, inputs, jnp.dtype(dtype))
+    params = load_params(converted, config, dtype=jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        found = own_logits(config, params, inputs)
+    pairs = list(zip(found, wanted, strict=True))
+    scale = max(1.0, *(float(np.abs(expected).max()) for _, expected in pairs))
+    largest = max(float(np.abs(own - expected).max()) for own, expected in pairs)
+    tokens = inputs.text.size + inputs.canvas.size
+    return CheckResult(largest, RELATIVE_TOLERANCE * scale, tokens)
 
 
 def uncached_logits(

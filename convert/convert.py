@@ -186,10 +186,11 @@ def _stream(
     read a second time for the digests of their files; by then they mostly are in the page cache.
     """
     single: dict[str, list[Planned]] = {}
-    stacks: dict[str, Planned] = {}
+    stacks: dict[str, list[Planned]] = {}
     for item in sorted(planned, key=lambda item: item.parts[0].begin):
         if item.is_stack:
-            stacks |= {part.key: item for part in item.parts}
+            for key in {part.key for part in item.parts}:
+                stacks.setdefault(key, []).append(item)
         else:
             single.setdefault(item.parts[0].key, []).append(item)
     written: set[str] = set()
@@ -203,8 +204,9 @@ def _stream(
             bar.update(file.data_begin)
             with FileStream(file) as stream:
                 for entry in file.tensors:
-                    stack = stacks.get(entry.key)
-                    if stack is not None and stack.target not in written:
+                    for stack in stacks.get(entry.key, ()):  # several if fused
+                        if stack.target in written:
+                            continue
                         array = _read_stack(hf, stack, _dtype_of(stack, dtype))
                         writer.write(stack.target, array)
                         written.add(stack.target)

@@ -12,6 +12,7 @@ from typing import Any
 from convert.families import Family
 from convert.reader import HuggingFaceFolder
 from convert.report import Findings
+from herald_jax.configs import NO_MASK_TOKEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def block_length(
 
     Most tables have none, because variants with other lengths share a config.
     """
-    names = ("block_size", "block_length", "bd_size")
+    names = ("block_size", "block_length", "bd_size", "canvas_length")
     given = {name: hf.config[name] for name in names if hf.config.get(name) is not None}
     values = list(given.values())
     if flag is not None:
@@ -159,9 +160,33 @@ def tokenizer_size(hf: HuggingFaceFolder) -> Fact:
     return Fact(hf.tokenizer.size, f"{_tokenizer_name(hf)}: highest id + 1")
 
 
-def tied_embeddings(hf: HuggingFaceFolder, head_key: str, out: Findings) -> Fact:
+def no_mask_token(flag: int | None, out: Findings) -> Fact:
+    """What stands for the mask id of a model that has none."""
+    if flag is not None:
+        out.fault(
+            "config",
+            "--mask-token-id",
+            expected="left out, as canvases begin as random ids",
+            found=str(flag),
+            fix="Leave it out.",
+        )
+    return Fact(NO_MASK_TOKEN, "the family, which knows no mask")
+
+
+def tied_embeddings(family: Family, hf: HuggingFaceFolder, head_key: str, out: Findings) -> Fact:
     """The tie flag, checked against the file: the two have to tell the same story."""
     flag = hf.config.get("tie_word_embeddings")
+    if family.always_tied and flag is None:
+        return Fact(True, f"family table: {family.name}")
+    if family.always_tied and flag is False:
+        out.fault(
+            "config",
+            "config.json: tie_word_embeddings",
+            expected="true or absent",
+            found="false",
+            fix="An untied head is not supported in this family.",
+        )
+        return Fact(True, f"family table: {family.name}")
     if flag is not None and not isinstance(flag, bool):
         out.fault(
             "config",

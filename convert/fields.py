@@ -14,9 +14,19 @@ class FieldReader:
     published config class are often not those of the published models.
     """
 
-    def __init__(self, config: dict[str, Any], findings: Findings) -> None:
+    def __init__(self, config: dict[str, Any], findings: Findings, prefix: str = "") -> None:
+        """Reads `config`, whose fields are called `prefix` and their name in faults."""
         self.config = config
         self._findings = findings
+        self._prefix = prefix
+
+    def section(self, name: str) -> FieldReader:
+        """A reader of a required table inside the config; of an empty one after a fault."""
+        table = self.config.get(name)
+        if not isinstance(table, dict):
+            self._misfit(name, table, "a table")
+            table = {}
+        return FieldReader(table, self._findings, f"{self._prefix}{name}.")
 
     def integer(self, name: str, minimum: int = 1) -> int | None:
         """A required integer of at least `minimum`."""
@@ -100,6 +110,10 @@ class FieldReader:
         if others:
             self._misfit("layer_types", others, "full_attention only", "This is not supported.")
 
+    def misfit(self, name: str, value: object, expected: str) -> None:
+        """Notes a fault of a field that the caller has read itself."""
+        self._misfit(name, value, expected)
+
     def _positive(self, name: str, value: Any) -> float | None:
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             return float(value)
@@ -109,7 +123,7 @@ class FieldReader:
         absent = name not in self.config and value is None
         self._findings.fault(
             "config",
-            f"config.json: {name}",
+            f"config.json: {self._prefix}{name}",
             expected=expected,
             found="no such field" if absent else _spelled(value),
             fix=fix or "Set it in config.json to what the checkpoint was trained with.",

@@ -144,9 +144,12 @@ def describe(
     fields |= {"attention": family.attention, "shifts_predictions": family.shifts_predictions}
     _bound_counts(family, hf, fields, out)
     head_key, _ = family.rule_for("lm_head.kernel")
-    mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
+    if family.attention == "canvas":
+        mask = facts_of.no_mask_token(mask_flag, out)
+    else:
+        mask = facts_of.mask_token(family, hf, mask_flag, fields["vocab_size"], out)
     block = facts_of.block_length(family, hf, block_flag, out)
-    tied = facts_of.tied_embeddings(hf, head_key, out)
+    tied = facts_of.tied_embeddings(family, hf, head_key, out)
     field = "architectures" if hf.config.get("architectures") else "model_type"
     family_source = "--family" if family_flag else f"config.json: {field}"
     facts = {
@@ -169,7 +172,9 @@ def describe(
         except ConfigError as error:
             out.fault("config", "config.json", expected="a usable model", found=str(error), fix="")
     counts = ("num_layers", "num_experts", "num_shared_experts", "first_dense_layers")
-    if any(fields[name] is None for name in counts if name in fields):
+    # The sizes of a canvas model decide which parameters there are, so without them none is known.
+    unknown = any(fields[name] is None for name in counts if name in fields)
+    if unknown or family.attention == "canvas":
         return Description(None, known, sizes_known=False)
     options = {name: fields[name] for name in _NAMING_FIELDS if fields.get(name) is not None}
     if options.get("num_experts"):
@@ -245,7 +250,8 @@ def plan(family: Family, description: Description, hf: HuggingFaceFolder, out: F
         if rule.transform == "transpose":
             shape = (*shape[:-2], *shape[:-3:-1])
         span = rule.rows(config) if rule.rows is not None else None
-        whole = shape if span is None else (span[2], *shape[1:])
+        axis = max(len(shape) - 2, 0)
+        whole = shape if span is None else (*shape[:axis], span[2], *shape[axis + 1 :])
         keys = _keys_of(source, leaf.shape[0] if is_stack else None)
         for key in keys:
             if key in examined:
@@ -273,15 +279,23 @@ def plan(family: Family, description: Description, hf: HuggingFaceFolder, out: F
         line.found += len(entries)
         if len(entries) == len(keys):
             if span is not None and entries[0].shape == whole:
-                entries = [entries[0].rows(span[0], span[1])]
+                is_stack = len(whole) == 3  # rows of every expert's matrix are put together
+                matrices = entries[0].matrices() if is_stack else entries
+                entries = [matrix.rows(span[0], span[1]) for matrix in matrices]
             wide = leaf.dtype == jnp.float32
             transpose = rule.transform == "transpose"
             planned.append(Planned(tuple(entries), target, transpose, is_stack, leaf.shape, wide))
     ignored = [key for key in hf.tensors if family.ignores(key)]
+    left_out: set[str] = set()
+    for pattern, reason in family.left_out.items():
+        keys = {key for key in hf.tensors if re.fullmatch(pattern, key)}
+        left_out |= keys
+        if keys:
+            out.remark(f"{len(keys)} tensors like {min(keys)} are left out: {reason}.")
     if config.tie_word_embeddings and head_key in hf.tensors:
         _compare_tied(family, hf, out)
         ignored.append(head_key)
-    for key in sorted(set(hf.tensors) - examined - set(ignored)):
+    for key in sorted(set(hf.tensors) - examined - left_out - set(ignored)):
         out.fault(
             "unexpected",
             key,

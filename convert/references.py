@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from convert import canvas_reference
 from convert.reader import HuggingFaceFolder
 from convert.safetensors_file import FileStream
 from herald_jax.configs import ModelConfig
@@ -107,6 +108,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "llada": _llada,
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
+    "diffusion_gemma": canvas_reference.build,
 }
 """Reference by the name that a family gives: from the published config to an empty model."""
 

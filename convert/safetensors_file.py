@@ -86,6 +86,11 @@ class TensorEntry:
             nbytes=(stop - start) * row_bytes,
         )
 
+    def matrices(self) -> list[TensorEntry]:
+        """The matrices that a tensor of three axes is made of, one for each of its first axis."""
+        first = (self.rows(index, index + 1) for index in range(self.shape[0]))
+        return [dataclasses.replace(entry, shape=entry.shape[1:]) for entry in first]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SafetensorsFile:

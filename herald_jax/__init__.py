@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         generate_bidirectional,
         generate_bidirectional_program,
     )
+    from herald_jax.decoding.canvas import CanvasSampling, generate_canvas
     from herald_jax.decoding.editing import Editing
     from herald_jax.decoding.generate import generate, generate_program, pad_prompts
     from herald_jax.decoding.texts import GenerationOutput
@@ -55,6 +56,8 @@ _HOMES = {
     "generate": "herald_jax.decoding.generate",
     "generate_program": "herald_jax.decoding.generate",
     "Editing": "herald_jax.decoding.editing",
+    "generate_canvas": "herald_jax.decoding.canvas",
+    "CanvasSampling": "herald_jax.decoding.canvas",
     "generate_bidirectional": "herald_jax.decoding.bidirectional",
     "generate_bidirectional_program": "herald_jax.decoding.bidirectional",
     "pad_prompts": "herald_jax.decoding.generate",
@@ -80,6 +83,8 @@ __all__ = [
     "generate",
     "generate_program",
     "Editing",
+    "generate_canvas",
+    "CanvasSampling",
     "generate_bidirectional",
     "generate_bidirectional_program",
     "pad_prompts",

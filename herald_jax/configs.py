@@ -23,8 +23,11 @@ from herald_jax._checks import (
 CONFIG_FORMAT = 1
 """Version of the `config.json` that `ModelConfig.to_json` writes."""
 
-ATTENTION_KINDS = ("block_causal", "full")
+ATTENTION_KINDS = ("block_causal", "full", "canvas")
 """What a token may see; see `ModelConfig.attention`."""
+
+NO_MASK_TOKEN = -1
+"""Mask id of a model that knows none, because its canvases begin as random ids."""
 
 _EXPERT_FIELDS = (
     "experts_per_token",
@@ -38,6 +41,45 @@ _EXPERT_FIELDS = (
     "normalise_expert_weights",
     "routed_scale",
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasBody:
+    """What sets the network of a canvas model apart, DiffusionGemma's.
+
+    Its head sizes, rotary base and rotary fraction in `ModelConfig` are those of the layers that
+    see a window.
+
+    Attributes:
+        window: Positions that a token sees in a layer with a window, its own included.
+        full_layers: Layers without a window. Their values are their keys before norm and rotation.
+        full_num_kv_heads: Key/value heads of those layers.
+        full_head_dim: Size of one head there.
+        full_rope_theta: Rotary base there.
+        full_rotary_fraction: Share of the frequencies there that are not zero.
+        logit_cap: Logits are bent to stay within plus and minus this.
+    """
+
+    window: int
+    full_layers: tuple[int, ...]
+    full_num_kv_heads: int
+    full_head_dim: int
+    full_rope_theta: float
+    full_rotary_fraction: float
+    logit_cap: float
+
+    def __post_init__(self) -> None:
+        """Checks every field on its own."""
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        for field in ("full_num_kv_heads", "full_head_dim"):
+            require_int(field, getattr(self, field), 1)
+        require_int("window", self.window, 2)
+        require_float("full_rope_theta", self.full_rope_theta, 1.0, 1e12, "a number >= 1")
+        fraction = self.full_rotary_fraction
+        require_float("full_rotary_fraction", fraction, 0.0, 1.0, "a number in [0, 1]")
+        require_float("logit_cap", self.logit_cap, 1e-6, 1e6, "a positive number")
+        even = self.full_head_dim % 2 == 0
+        require(even, "full_head_dim", self.full_head_dim, "an even number")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +105,12 @@ class ModelConfig:
         block_length: Positions that are denoised together; on an absolute grid if attention is
             block-causal.
         mask_token_id: Id whose embedding stands at a masked position; never emitted.
+            `NO_MASK_TOKEN` if attention is `canvas`.
         attention: `block_causal`, where a token sees its own and all earlier blocks, or `full`,
-            where every token sees the whole text. The blocks of a full-attention model are only
-            an order of decoding: they begin at the end of the prompt and may have any length.
+            where every token sees the whole text, or `canvas`, where finished text is causal and
+            a block (a canvas) sees itself and the text before it. The blocks of the last two are
+            no grid: they begin at the end of the prompt. Those of a full-attention model are
+            only an order of decoding and may have any length.
         shifts_predictions: True if the output at position i - 1 predicts the token at i.
         stop_token_ids: Ids that end a text.
         tokenizer_vocab_size: Ids at or above this one are padding of the table and never
@@ -85,6 +130,7 @@ class ModelConfig:
         normalise_expert_weights: True if the weights of a token's experts are divided by their
             sum.
         routed_scale: Factor on the weights after that.
+        canvas: The rest of the network if attention is `canvas`, else `None`.
     """
 
     family: str
@@ -119,9 +165,12 @@ class ModelConfig:
     router_top_groups: int = 1
     normalise_expert_weights: bool = True
     routed_scale: float = 1.0
+    canvas: CanvasBody | None = None
 
     def __post_init__(self) -> None:
         """Checks every field on its own and against the others."""
+        if isinstance(self.canvas, dict):
+            object.__setattr__(self, "canvas", CanvasBody(**self.canvas))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for field in (
             "vocab_size",
@@ -150,11 +199,14 @@ class ModelConfig:
             self.rotary_fraction,
             f"such that head_dim={self.head_dim} times it is an even number >= 2",
         )
+        is_id = isinstance(self.mask_token_id, int) and 0 <= self.mask_token_id < self.vocab_size
         require(
-            isinstance(self.mask_token_id, int) and 0 <= self.mask_token_id < self.vocab_size,
+            self.mask_token_id == NO_MASK_TOKEN if self.is_canvas else is_id,
             "mask_token_id",
             self.mask_token_id,
-            f"an id in [0, vocab_size={self.vocab_size})",
+            f"{NO_MASK_TOKEN} for a canvas model"
+            if self.is_canvas
+            else f"an id in [0, vocab_size={self.vocab_size})",
             "Give the id of the checkpoint's mask token (--mask-token-id when converting).",
         )
         for token_id in self.stop_token_ids:
@@ -177,12 +229,42 @@ class ModelConfig:
             )
         tokens = self.tokenizer_vocab_size or self.vocab_size
         require(
-            tokens > (self.mask_token_id < tokens),
+            tokens > (0 <= self.mask_token_id < tokens),
             "tokenizer_vocab_size" if self.tokenizer_vocab_size else "vocab_size",
             tokens,
             "large enough for one id besides the mask id",
         )
         self._check_experts()
+        self._check_canvas()
+
+    def _check_canvas(self) -> None:
+        body = self.canvas
+        require(
+            (body is not None) == self.is_canvas,
+            "canvas",
+            body,
+            f"{'given' if self.is_canvas else 'None'} with attention={self.attention!r}",
+        )
+        if body is None:
+            return
+        require(
+            all(0 <= layer < self.num_layers for layer in body.full_layers),
+            "canvas.full_layers",
+            body.full_layers,
+            f"layers below num_layers={self.num_layers}",
+        )
+        require(
+            self.num_heads % body.full_num_kv_heads == 0,
+            "canvas.full_num_kv_heads",
+            body.full_num_kv_heads,
+            f"a divisor of num_heads={self.num_heads}",
+        )
+        require(
+            self.num_experts > 0 and self.tie_word_embeddings and self.qk_norm,
+            "canvas",
+            body,
+            "with experts, a tied head and qk_norm, which its network always has",
+        )
 
     def _check_experts(self) -> None:
         require_int("num_experts", self.num_experts, 0)
@@ -237,6 +319,11 @@ class ModelConfig:
         return self.attention == "full"
 
     @property
+    def is_canvas(self) -> bool:
+        """True if text is made on canvases of random ids, by a network of its own."""
+        return self.attention == "canvas"
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated features of each head."""
         return int(self.head_dim * self.rotary_fraction)
@@ -249,7 +336,11 @@ class ModelConfig:
     @property
     def kv_values_per_token(self) -> int:
         """Numbers (not bytes) that one token leaves in the KV cache, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        full = len(self.canvas.full_layers) if self.canvas else 0
+        total = 2 * (self.num_layers - full) * self.num_kv_heads * self.head_dim
+        if self.canvas:
+            total += 2 * full * self.canvas.full_num_kv_heads * self.canvas.full_head_dim
+        return total
 
     def to_json(self) -> str:
         """The text of a converted checkpoint's `config.json`."""

@@ -35,7 +35,7 @@ from herald_jax.configs import ModelConfig
         ({"stop_token_ids": (1, 61)}, "stop_token_ids"),
         ({"stop_token_ids": (60,)}, "stop_token_ids.*mask id"),
         ({"tokenizer_vocab_size": 62}, "tokenizer_vocab_size=62.*vocab_size=61"),
-        ({"attention": "causal"}, "attention='causal'.*block_causal, full"),
+        ({"attention": "causal"}, "attention='causal'.*block_causal, canvas, full"),
         ({"shifts_predictions": 1}, "shifts_predictions=1"),
         ({"tokenizer_vocab_size": 0}, "tokenizer_vocab_size=0"),
     ],

@@ -22,6 +22,8 @@ PUBLIC = {
     "generate",
     "generate_program",
     "Editing",
+    "generate_canvas",
+    "CanvasSampling",
     "generate_bidirectional",
     "generate_bidirectional_program",
     "pad_prompts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from convert.fields import FieldReader
@@ -27,7 +27,8 @@ class KeyRule:
         target: Dotted path of our parameter.
         transform: `transpose` for torch's [out, in] projections, where the last two axes change
             places; `keep` for the rest.
-        rows: Which rows of a fused tensor this parameter is made from; all if left out.
+        rows: Which rows of a fused tensor this parameter is made from; all if left out. Of a
+            tensor that holds all experts, rows of each of them.
     """
 
     source: str
@@ -51,6 +52,8 @@ class Family:
         model_types: Names in `model_type`, used if `architectures` is absent.
         keys: The key table.
         ignored_keys: Regular expressions of keys that hold nothing learned.
+        left_out: Regular expressions of keys that are not converted, with the reason, which is
+            noted in the report.
         parse_config: Reads the fields of `ModelConfig` that describe the network.
         mask_token_id: Mask id where no file tells it.
         mask_tokens: Texts that the tokenizers of this family give the mask token.
@@ -58,8 +61,10 @@ class Family:
         stop_token_ids: Stop ids where no file tells any.
         block_length: Block length where no file tells it, if all checkpoints of the family have
             the same one, or if attention is full and any length will do.
-        attention: What a token sees, as in `ModelConfig`.
+        attention: What a token sees, as in `ModelConfig`. With `canvas` there is no mask id.
         shifts_predictions: True if the output at position i - 1 predicts the token at i.
+        always_tied: True if the head of every checkpoint is its embedding table, so that a config
+            need not say it.
         reference: transformers class that computes the same logits, for `--check`.
         models: Published checkpoints, for people.
         checked: How the family was checked, for people.
@@ -71,14 +76,16 @@ class Family:
     model_types: tuple[str, ...]
     keys: tuple[KeyRule, ...]
     ignored_keys: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parse_config: Callable[[FieldReader], dict[str, Any]]
     mask_token_id: int | None = None
     mask_tokens: tuple[str, ...] = ()
     turn_end_tokens: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     block_length: int | None = None
-    attention: Literal["block_causal", "full"] = "block_causal"
+    attention: Literal["block_causal", "full", "canvas"] = "block_causal"
     shifts_predictions: bool = False
+    always_tied: bool = False
     reference: str | None = None
     models: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()

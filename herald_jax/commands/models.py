@@ -16,6 +16,7 @@ HELP = "List the supported model families and how each was checked."
 _ATTENTION = {
     "block_causal": "block-causal",
     "full": "full, decoded by herald_jax.generate_bidirectional",
+    "canvas": "causal text and canvases of random ids, decoded by herald_jax.generate_canvas",
 }
 
 
@@ -53,6 +54,8 @@ def _facts(family: Family) -> dict[str, Any]:
 def _text(facts: dict[str, Any]) -> str:
     block = facts["block_length"] or "from the checkpoint or --block-length"
     mask = facts["mask_token_id"]
+    mask_text = "from the checkpoint" if mask is None else mask
+    mask_text = "none" if facts["attention"] == "canvas" else mask_text
     attention = _ATTENTION[facts["attention"]]
     if facts["shifts_predictions"]:
         attention += "; a position is predicted from the one before it"
@@ -62,7 +65,7 @@ def _text(facts: dict[str, Any]) -> str:
         f"  models: {', '.join(facts['models']) or 'no published one is known'}",
         f"  attention: {attention}",
         f"  block length: {block}",
-        f"  mask id: {'from the checkpoint' if mask is None else mask}",
+        f"  mask id: {mask_text}",
         *(f"  checked: {line}" for line in facts["checked"]),
         *(f"  differs: {line}" for line in facts["limits"]),
     ]

@@ -26,6 +26,14 @@ def require_block_decoding(model: ModelConfig, *, may_shift: bool = False) -> No
         ConfigError: With what to use instead.
     """
     require(
+        not model.is_canvas,
+        "attention",
+        model.attention,
+        "'block_causal' here",
+        "The blocks of this model begin as random ids and not as masks. Use "
+        "herald_jax.generate_canvas.",
+    )
+    require(
         not model.is_bidirectional,
         "attention",
         model.attention,

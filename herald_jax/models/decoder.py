@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from herald_jax._checks import ConfigError
 from herald_jax.configs import ModelConfig
 from herald_jax.models.attention import Attend, Attention, FreshKV
+from herald_jax.models.canvas import CanvasDecoder
 from herald_jax.models.layers import RMSNorm, SwiGLU, linear
 from herald_jax.models.moe import MixtureOfExperts
 from herald_jax.models.rope import Phases, rotary_phases
@@ -101,7 +102,8 @@ class Decoder(nnx.Module):
 
 
 def _split(config: ModelConfig, dtype: str) -> tuple[Any, Any]:
-    make = functools.partial(Decoder, config, dtype=jnp.dtype(dtype))
+    body = CanvasDecoder if config.is_canvas else Decoder
+    make = functools.partial(body, config, dtype=jnp.dtype(dtype))
     return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
 
@@ -178,6 +180,15 @@ def copy_params(params: Params) -> Params:
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
     """A decoder over `params`, to be called inside a trace."""
+    return _merge(config, params)
+
+
+def bind_canvas(config: ModelConfig, params: Params) -> CanvasDecoder:
+    """The same for a canvas model."""
+    return _merge(config, params)
+
+
+def _merge(config: ModelConfig, params: Params) -> Any:
     dtype = params["embed_tokens"]["embedding"].dtype
     graph = _structure(config, jnp.dtype(dtype).name)
     state = abstract_state(config, dtype)

@@ -18,6 +18,8 @@ The experts' matmuls have three forms with equal results:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,6 +29,9 @@ from jaxtyping import Array, Float, Int
 
 from herald_jax.configs import ModelConfig
 from herald_jax.models.layers import SwiGLU
+
+Activation = Callable[[jax.Array], jax.Array]
+"""What an expert's gate goes through."""
 
 DENSE_TOKENS = 768
 """Up to this many tokens in a pass, all experts run on all tokens on a GPU."""
@@ -74,7 +79,10 @@ def route(
 
 
 def ragged_experts(
-    x: Float[Array, "T E"], routing: Routing, experts: ExpertWeights
+    x: Float[Array, "T E"],
+    routing: Routing,
+    experts: ExpertWeights,
+    activation: Activation = jax.nn.silu,
 ) -> Float[Array, "T E"]:
     """The weighted sum over each token's experts, in fp32; work grows with T * k."""
     per_token = routing.experts.shape[1]
@@ -84,7 +92,7 @@ def ragged_experts(
     rows = x[order // per_token]
     gate = jax.lax.ragged_dot(rows, experts.gate, sizes)
     up = jax.lax.ragged_dot(rows, experts.up, sizes)
-    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts.down, sizes)
+    out = jax.lax.ragged_dot(activation(gate) * up, experts.down, sizes)
     # Gathering back in routing order, instead of adding into rows, keeps the sum's order fixed.
     back = jnp.argsort(order)
     by_token = out[back].reshape(*routing.experts.shape, -1).astype(jnp.float32)
@@ -92,7 +100,11 @@ def ragged_experts(
 
 
 def tiled_experts(
-    x: Float[Array, "T E"], routing: Routing, experts: ExpertWeights, tile: int = 128
+    x: Float[Array, "T E"],
+    routing: Routing,
+    experts: ExpertWeights,
+    tile: int = 128,
+    activation: Activation = jax.nn.silu,
 ) -> Float[Array, "T E"]:
     """The same sum over tiles of `tile` rows, each of one expert; work grows with T * k.
 
@@ -115,27 +127,38 @@ def tiled_experts(
     owner = jnp.searchsorted(tile_ends, jnp.arange(tiles), side="right").clip(max=count - 1)
     gate = jnp.einsum("tme,tei->tmi", rows, experts.gate[owner])
     up = jnp.einsum("tme,tei->tmi", rows, experts.up[owner])
-    out = jnp.einsum("tmi,tie->tme", jax.nn.silu(gate) * up, experts.down[owner])
+    out = jnp.einsum("tmi,tie->tme", activation(gate) * up, experts.down[owner])
     back = jnp.zeros_like(slot).at[order].set(slot)
     by_token = out.reshape(tiles * tile, -1)[back].reshape(*routing.experts.shape, -1)
     return (by_token.astype(jnp.float32) * routing.weights[:, :, None]).sum(1)
 
 
 def dense_experts(
-    x: Float[Array, "T E"], routing: Routing, experts: ExpertWeights
+    x: Float[Array, "T E"],
+    routing: Routing,
+    experts: ExpertWeights,
+    activation: Activation = jax.nn.silu,
 ) -> Float[Array, "T E"]:
     """The same sum with every token in every expert; work grows with T * X."""
     gate = jnp.einsum("te,xei->xti", x, experts.gate)
     up = jnp.einsum("te,xei->xti", x, experts.up)
-    out = jnp.einsum("xti,xie->txe", jax.nn.silu(gate) * up, experts.down)
+    out = jnp.einsum("xti,xie->txe", activation(gate) * up, experts.down)
     picked = jnp.take_along_axis(out, routing.experts[:, :, None], axis=1)
     return (picked.astype(jnp.float32) * routing.weights[:, :, None]).sum(1)
 
 
-def mix(x: Float[Array, "T E"], routing: Routing, experts: ExpertWeights) -> Float[Array, "T E"]:
+def mix(
+    x: Float[Array, "T E"],
+    routing: Routing,
+    experts: ExpertWeights,
+    activation: Activation = jax.nn.silu,
+) -> Float[Array, "T E"]:
     """The weighted sum over each token's experts, in fp32, by the form that suits the device."""
     on_gpu = dense_experts if len(x) <= DENSE_TOKENS else tiled_experts
-    return jax.lax.platform_dependent(x, routing, experts, cuda=on_gpu, default=ragged_experts)
+    cuda, default = (
+        functools.partial(form, activation=activation) for form in (on_gpu, ragged_experts)
+    )
+    return jax.lax.platform_dependent(x, routing, experts, cuda=cuda, default=default)
 
 
 class Router(nnx.Module):
