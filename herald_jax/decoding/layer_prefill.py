@@ -64,6 +64,21 @@ class LayerOutput(NamedTuple):
     hidden: Float[Array, "1 B E"] | None = None
 
 
+class KnownKeys(NamedTuple):
+    """The beginning of a prompt whose keys and values are there already.
+
+    Attributes:
+        tokens: How many tokens, in whole chunks.
+        first_layer: The first layer of which they are there; in layers below all chunks run.
+        fetch: Gives a layer's keys and values [1, K, S, D], in arrays of their own; what they
+            hold behind these tokens does not matter.
+    """
+
+    tokens: int
+    first_layer: int
+    fetch: Callable[[int], tuple[jax.Array, jax.Array]]
+
+
 class QueryOutput(NamedTuple):
     """One layer's pass over the first decoded block."""
 
@@ -82,12 +97,14 @@ class _Walk:
         chunks: Hidden states of every chunk, padded to a bucket.
         block: Hidden states of the first decoded block.
         in_flight: A scalar of each layer that was dispatched and not yet waited for.
+        known: What need not be computed.
     """
 
     places: list[tuple[np.int32, np.int32]]
     chunks: list[jax.Array]
     block: jax.Array | None
     in_flight: list[jax.Array]
+    known: KnownKeys | None = None
 
 
 @functools.lru_cache(maxsize=32)
@@ -150,6 +167,16 @@ def _chunk(
 
     k = write(k, fresh.k)
     return hidden, k, write(v, fresh.v), k[0, 0, 0, 0]
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _first_tokens(
+    k: Float[Array, "1 K S D"], v: Float[Array, "1 K S D"], count: Int[Array, ""]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values of the first `count` tokens, zeros behind them, and a scalar to wait for."""
+    is_kept = (jnp.arange(k.shape[2]) < count)[:, None]
+    k, v = (jnp.where(is_kept, one, jnp.zeros((), one.dtype)) for one in (k, v))
+    return k, v, k[0, 0, 0, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layer"), donate_argnames=("hidden",))
@@ -222,14 +249,16 @@ class LayerPrefill:
         """Programs that exist after `warmup`.
 
         For each structure of layers one a bucket and one for the first decoded block; an
-        embedding look-up for each of these widths; and one that makes empty buffers.
+        embedding look-up for each of these widths; one that makes empty buffers, and one that
+        clears what follows known keys.
         """
         widths = len({*self.buckets, self.config.block_length})
-        return len(set(self._example)) * (len(self.buckets) + 1) + widths + 1
+        return len(set(self._example)) * (len(self.buckets) + 1) + widths + 2
 
     def warmup(self, params: Params) -> None:
         """Compiles every program, by running each once on zeros."""
         zero = np.int32(0)
+        _first_tokens(*self._buffers(params), zero)
         for layer in sorted(set(self._example)):
             k, v = self._buffers(params)
             for size in self.buckets:
@@ -287,6 +316,7 @@ class LayerPrefill:
         params: Params,
         tokens: Integer[np.ndarray, " P"],
         tail: Integer[np.ndarray, " T"] | None = None,
+        known: KnownKeys | None = None,
     ) -> Iterator[LayerOutput]:
         """Yields each layer once its programs are dispatched; the next one starts on resumption.
 
@@ -297,6 +327,7 @@ class LayerPrefill:
             tokens: The prompt's whole blocks.
             tail: What is left of the prompt, fewer tokens than a block; may be empty. With
                 None the first decoded block does not walk along and there are no queries.
+            known: Keys and values of the first chunks, which then do not run.
 
         Raises:
             ConfigError: If `tokens` are not whole blocks or do not fit, or the tail is a block.
@@ -308,6 +339,7 @@ class LayerPrefill:
         if not length:
             return
         walk = self._start(params, tokens, tail)
+        walk.known = known
         for layer in range(self.config.num_layers):
             # No name may hold the output: a suspended generator would keep its buffers alive.
             yield self._advance(params, layer, walk)
@@ -338,9 +370,16 @@ class LayerPrefill:
         """Dispatches one layer, once the layer before the last one has been computed."""
         if len(walk.in_flight) == LAYERS_IN_FLIGHT:
             walk.in_flight.pop(0).block_until_ready()
-        k, v = self._buffers(params)
-        done = k
+        known, first = walk.known, 0
+        if known is not None and layer >= known.first_layer:
+            first = sum(start < known.tokens for start, _ in walk.places)
+            k, v, done = _first_tokens(*known.fetch(layer), np.int32(known.tokens))
+        else:
+            k, v = self._buffers(params)
+            done = k
         for index, place in enumerate(walk.places):
+            if index < first:
+                continue
             out = self.chunk(params, layer, walk.chunks[index], k, v, *place)
             walk.chunks[index], k, v, done = out
         walk.in_flight.append(done)

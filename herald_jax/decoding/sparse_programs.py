@@ -290,6 +290,14 @@ def install(
     )
 
 
+def read_row(
+    store: LayerPool, row: Int[Array, ""]
+) -> tuple[Float[Array, "1 K S D"], Float[Array, "1 K S D"]]:
+    """Keys and values of a row of one layer's store, in arrays of their own."""
+    k, v = (jax.lax.dynamic_slice_in_dim(pool, row, 1) for pool in store)
+    return k, v
+
+
 def read_block(
     rings: tuple[LayerPool, ...], row: Int[Array, ""], start: Int[Array, ""], *, block: int
 ) -> LayerPool:

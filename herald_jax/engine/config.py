@@ -46,8 +46,8 @@ class EngineConfig:
             step before the next.
         max_waiting: Most samples that may wait for their first row.
         aging_ticks: Steps of waiting that count as one level of priority.
-        share_prefixes: True if prompts reuse the pages of equal prefixes. With a sparse cache
-            none are shared.
+        share_prefixes: True if prompts reuse the keys and values of equal prefixes: whole pages
+            of prompts and texts; with a sparse cache whole chunks of prompts that a row still has.
         cache: A sparse KV cache; `None` keeps everything on the device and attends to it.
     """
 

@@ -121,6 +121,11 @@ class HostRetrieval:
         """True if more than two layers, or blocks, are under way to the host."""
         return sum(not job.is_done for job in self._appends) > LAYERS_UNDER_WAY
 
+    def has_prompt(self, row: int) -> bool:
+        """True if nothing of the prompt that was taken of a row is under way, or has failed."""
+        own = [job for job in self._appends if job.row == row and job.start == 0]
+        return all(job.is_done and job.error is None for job in own)
+
     def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
         """Sends a committed block to the host."""
         block = self._programs.read_block(cache, row, index)

@@ -136,7 +136,8 @@ class LLMEngine:
         pages = PageAllocator(
             sizes.num_pages,
             sizes.page_tokens,
-            # Keys of blocks that attended to a part of their prefix are their request's own.
+            # With a sparse cache prompts are shared by the runner, row by row: keys of blocks that
+            # attended to a part of their prefix are their request's own.
             share_prefixes=settings.share_prefixes and settings.cache is None,
             setting=sizes.setting,
         )
@@ -155,7 +156,8 @@ class LLMEngine:
     def _make_runner(self) -> RunnerLike:
         sizes, cache = self.sizes, self.settings.cache
         if cache is not None and sizes.sparse is not None:
-            return SparseRunner(self.config, self._params, cache, sizes.sparse)
+            shares = self.settings.share_prefixes
+            return SparseRunner(self.config, self._params, cache, sizes.sparse, shares)
         return SlotRunner(
             self.config,
             self._params,

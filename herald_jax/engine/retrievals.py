@@ -84,6 +84,10 @@ class Retrieval(Protocol):
         """Takes a prompt's keys and values [1, K, S, D] of sparse layer `at`, `n` tokens."""
         ...
 
+    def has_prompt(self, row: int) -> bool:
+        """True if nothing of the prompt that was taken of a row is under way, or has failed."""
+        ...
+
     def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
         """Takes a block that was committed and is in the row's ring still."""
         ...
@@ -143,6 +147,10 @@ class DeviceRetrieval:
     def is_behind(self) -> bool:
         """Never: nothing is under way."""
         return False
+
+    def has_prompt(self, row: int) -> bool:
+        """Always: the prompt's keys are in the store."""
+        return True
 
     def take_block(self, cache: SparseCache, row: int, epoch: int, index: int) -> None:
         """Nothing: the step wrote the block to the store."""

@@ -19,7 +19,7 @@ from herald_jax.cache.sparse import LayerPool, SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding import layer_walk, sparse_programs
-from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, LayerOutput, LayerPrefill
+from herald_jax.decoding.layer_prefill import CHUNK_TOKENS, KnownKeys, LayerOutput, LayerPrefill
 from herald_jax.decoding.layer_walk import Walk
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.rows import RowStarts, RowStates
@@ -221,12 +221,23 @@ class SparsePrograms:
         return self._compiled("read", read, *args, donate=())(*args)
 
     def prompt_layers(
-        self, params: Params, tokens: np.ndarray, tail: np.ndarray | None
+        self,
+        params: Params,
+        tokens: np.ndarray,
+        tail: np.ndarray | None,
+        known: KnownKeys | None = None,
     ) -> Iterable[LayerOutput]:
         """The prompt's layers, as `LayerPrefill.layers` gives them."""
         if len(tokens):
             self._warm_prefill(params)
-        return self.prefill.layers(params, tokens, tail)
+        return self.prefill.layers(params, tokens, tail, known)
+
+    def read_store(self, cache: SparseCache, at: int, row: int) -> tuple[jax.Array, jax.Array]:
+        """A copy of a row's keys and values [1, K, S, D] of sparse layer `at`, from the device."""
+        return self._read_store(cache.store[at], np.int32(row))(cache.store[at], np.int32(row))
+
+    def _read_store(self, *args: Any) -> Any:
+        return self._compiled("store", sparse_programs.read_row, *args, donate=())
 
     def place_pages(
         self, cache: SparseCache, layer: int, table: np.ndarray, length: int, k: Any, v: Any
@@ -334,6 +345,8 @@ class SparsePrograms:
         for q in (q_shape, None):
             self._place(*self._placing(cache, 0, 0, 0, 0, q, k, k))
         self._select(cache.selected[0], *[np.int32(0)] * 3, q_shape, k, k)
+        if cache.store:
+            self._read_store(cache.store[0], np.int32(0))
         for pool in zip(cache.dense.k[:1], cache.dense.v[:1], strict=True):
             args = (LayerPool(*pool), table, np.int32(0), k, k)
             self._compiled("pages", sparse_programs.place_pages, *args)

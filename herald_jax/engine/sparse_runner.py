@@ -7,7 +7,8 @@ read, and the row may run a block only once its pool is full: a retrieval that i
 the row wait, and one that fails ends it.
 
 A row's prompt is collected from the plans and goes through the layers when the row begins. The
-steps of other rows stand still meanwhile, for as long as that one prompt takes.
+steps of other rows stand still meanwhile, for as long as that one prompt takes. Its sparse layers
+take over the leading chunks that another row's prompt has left in the store (`kept_prompts`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from herald_jax.cache.shape import SparseShape
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
+from herald_jax.decoding.layer_prefill import KnownKeys
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, SlotOutput
 from herald_jax.engine.host_retrieval import HostRetrieval
+from herald_jax.engine.kept_prompts import KeptPrompts
 from herald_jax.engine.lane import LaneError
 from herald_jax.engine.layerwise_retrieval import LayerwiseRetrieval, WalkStart
 from herald_jax.engine.plan import BlockStart, DecodeSlot, PrefillSlot, StepPlan
@@ -76,9 +79,9 @@ class SparseRunner:
         params: Its parameters, on the device.
         cache: What is selected, from where, and when.
         shape: Sizes of the device's cache.
+        share_prefixes: True if a prompt may take over keys and values of an equal beginning.
 
     Attributes:
-        params: Parameters of the next step; others of the same shapes may be put in their place.
         programs: The compiled programs.
         retrieval: What fills the pools.
     """
@@ -89,13 +92,17 @@ class SparseRunner:
         params: Params,
         cache: CacheConfig,
         shape: SparseShape,
+        share_prefixes: bool = False,
     ) -> None:
-        self.config, self.params = config, params
+        self.config, self._params = config, params
         self._settings, self._shape = cache, shape
         self.max_rows = shape.rows
         self._budget = cache.budget_of(config.block_length)
         self.programs = SparsePrograms(config, cache, shape)
         self._arrays = SlotArrays(config, shape.rows)
+        self._shares = share_prefixes
+        self._kept = KeptPrompts(self.programs.prefill.chunk_tokens)
+        self._reused_tokens = 0
         self.retrieval: Retrieval
         if shape.has_device_store:
             self.retrieval = DeviceRetrieval(self.programs, shape.rows)
@@ -110,9 +117,20 @@ class SparseRunner:
         self._tables = np.zeros((shape.rows, shape.row_tokens // shape.page_tokens), np.int32)
         self.reset()
 
+    @property
+    def params(self) -> Params:
+        """Parameters of the next step; others of the same shapes may be put in their place."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = params
+        self._kept.clear()  # keys of other parameters
+
     def reset(self) -> None:
         """Makes the device's state anew: an empty cache, and no row that has begun."""
         self.retrieval.reset()
+        self._kept.clear()
         dtype = self.params["embed_tokens"]["embedding"].dtype
         self._cache: Any = None  # the old one goes first: there may be no room for two
         self._cache = SparseCache.zeros(self.config, self._shape, dtype)
@@ -134,9 +152,10 @@ class SparseRunner:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
 
     def stats(self) -> dict[str, float]:
-        """What retrievals cost so far."""
+        """What retrievals cost so far, and what prompts took over."""
         counts = dataclasses.asdict(self.retrieval.counts)
-        return {f"retrieval_{name}": value for name, value in counts.items()}
+        own: dict[str, float] = {f"retrieval_{name}": value for name, value in counts.items()}
+        return own | {"kept_prompt_tokens": self._reused_tokens}
 
     def dispatch(
         self, plan: StepPlan, options: dict[int, RowSampling]
@@ -205,6 +224,8 @@ class SparseRunner:
         here = {slot.row: slot.epoch for slot in plan.decode}
         for row, stay in list(self._stays.items()):
             if here.get(row) != stay.epoch:
+                if not self.retrieval.has_prompt(row):
+                    self._kept.drop(row, stay.epoch)
                 self.retrieval.cancel(row, stay.epoch)
                 del self._stays[row]
 
@@ -231,8 +252,9 @@ class SparseRunner:
         looks = self._settings.lookahead
         tail = np.asarray(start.tail, np.int32) if looks else None
         prompt, dense = np.asarray(tokens, np.int32), self._shape.dense_layers
-        hidden = None
-        for layer, k, v, q, last in self.programs.prompt_layers(self.params, prompt, tail):
+        hidden, shared = None, self._known_keys(prompt)
+        self._kept.drop(row)
+        for layer, k, v, q, last in self.programs.prompt_layers(self.params, prompt, tail, shared):
             hidden = last
             if layer < dense:
                 self._cache = self.programs.place_pages(
@@ -249,6 +271,8 @@ class SparseRunner:
             while self.retrieval.is_behind:
                 self.retrieval.wait()
                 self._poll()
+        if self._shares:
+            self._kept.put(row, epoch, prompt)
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
         stay = Stay(epoch=epoch, block=start.index, ready=ready, tail=start.tail)
@@ -263,6 +287,29 @@ class SparseRunner:
         stay.began = self._number - 1  # this step is the block's second
         return True
 
+    def _known_keys(self, prompt: np.ndarray) -> KnownKeys | None:
+        """The beginning of a prompt that some row still holds in its sparse layers.
+
+        The dense layers run whole: their pages may be others' by now, and they are few.
+        """
+        found = self._kept.match(prompt)
+        if found is None:
+            return None
+        try:
+            self.retrieval.settle(found.row)
+        except LaneError:
+            self._kept.drop(found.row)
+            return None
+        self._reused_tokens += found.tokens
+        dense = self._shape.dense_layers
+
+        def fetch(layer: int) -> tuple[jax.Array, jax.Array]:
+            if self._shape.has_device_store:
+                return self.programs.read_store(self._cache, layer - dense, found.row)
+            return self.retrieval.fetch(found.row, layer - dense)
+
+        return KnownKeys(found.tokens, dense, fetch)
+
     def _poll(self) -> None:
         self._cache, full, failures = self.retrieval.poll(self._cache)
         for (row, epoch, target), recall in full:
@@ -270,6 +317,8 @@ class SparseRunner:
             if stay is not None and stay.epoch == epoch:
                 stay.fill(target, recall)
         self._failures += failures
+        for failure in failures:
+            self._kept.drop(failure.row, failure.epoch)
 
     def _wait_for_a_pool(self, decode: Sequence[DecodeSlot]) -> None:
         """Waits where no row could do anything in this step."""

@@ -15,7 +15,7 @@ from herald_jax._checks import ConfigError
 from herald_jax.cache.dense import DenseCache
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding import layer_prefill
-from herald_jax.decoding.layer_prefill import LayerPrefill
+from herald_jax.decoding.layer_prefill import KnownKeys, LayerPrefill
 from herald_jax.decoding.steps import prefill_chunk
 from herald_jax.models import bind, random_params
 from tests.oracle import count_compilations
@@ -123,6 +123,31 @@ def test_equals_the_dense_prefill(variant: str, length: int) -> None:
     assert seen == (list(range(config.num_layers)) if len(whole) else [])
 
 
+@pytest.mark.parametrize(("length", "known_tokens"), [(26, 24), (64, 48), (59, 56)])
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_known_keys_change_no_bit(length: int, known_tokens: int, first_layer: int) -> None:
+    """Also where all chunks are known, and where the source holds other things behind them."""
+    _, params = model("dense")
+    whole, tail = split(prompt_of(length))
+    plain = list(prefill_of("dense").layers(params, whole, tail))
+    fetched = []
+
+    def fetch(layer: int) -> tuple[jax.Array, jax.Array]:
+        fetched.append(layer)
+        old = plain[layer]
+        behind = (jnp.arange(CAPACITY) >= known_tokens)[:, None]
+        return jnp.where(behind, jnp.nan, old.k), jnp.where(behind, 7.0, old.v)
+
+    known = KnownKeys(known_tokens, first_layer, fetch)
+    ours = list(prefill_of("dense").layers(params, whole, tail, known))
+    assert fetched == list(range(first_layer, 3))
+    for one, other in zip(ours, plain, strict=True):
+        for a, b in zip(one[1:], other[1:], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a, b)
+
+
 def test_the_comparison_can_tell_layers_and_positions_apart() -> None:
     """Equal keys everywhere would pass the test above whatever the code did."""
     cache, queries = dense("dense", prompt_of(26))
@@ -158,12 +183,12 @@ def test_no_prompt_compiles_after_the_warm_up(variant: str) -> None:
     # Another capacity, so that the programs of the other tests do not count.
     prefill = LayerPrefill(config, capacity=CAPACITY - BLOCK, chunk_tokens=CHUNK)
     assert prefill.buckets == (4, 8, 24)
-    for program in ("_zeros", "_embed", "_chunk", "_query"):
+    for program in ("_zeros", "_embed", "_chunk", "_query", "_first_tokens"):
         getattr(layer_prefill, program).clear_cache()
     with count_compilations() as compiled:
         prefill.warmup(params)
     structures = 2 if variant == "experts" else 1
-    assert len(compiled) == prefill.program_count == structures * 4 + 3 + 1
+    assert len(compiled) == prefill.program_count == structures * 4 + 3 + 2
     with count_compilations() as compiled:
         for length in (4, 9, 30, 51, 64):
             for tail in (split(prompt_of(length))[1], None):
