@@ -118,7 +118,7 @@ def slow_text(
 
 
 def test_equals_a_plain_loop(params: Any) -> None:
-    """Prompts of one token, below the window and above it; canvases end early and late, rows by stop ids and length."""
+    """Prompts below the window and above it; canvases and rows end early and late."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 53, n).tolist() for n in (1, 5, 17, 11)]
     padded, lengths = np.zeros((4, 17), np.int32), np.array([len(p) for p in prompts])
