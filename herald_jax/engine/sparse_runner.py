@@ -271,7 +271,8 @@ class SparseRunner:
             while self.retrieval.is_behind:
                 self.retrieval.wait()
                 self._poll()
-        if self._shares:
+        has_failed = any((one.row, one.epoch) == (row, epoch) for one in self._failures)
+        if self._shares and not has_failed:
             self._kept.put(row, epoch, prompt)
         # Without lookahead nothing is ready before the row's exact step.
         ready = start.index if looks else start.index - 1
