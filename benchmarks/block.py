@@ -94,9 +94,13 @@ def measure(
     runner: FilledRunner, program: Any, rows: int, context: int, blocks: int
 ) -> dict[str, Any]:
     """Figures of `rows` rows that begin behind `context` tokens, by the runner's program."""
-    config, length = runner.config, runner.config.block_length
+    length = runner.config.block_length
+    longest = context + (blocks + 1) * length
+    # The shapes of a model are measured at lengths that it was not trained for as well.
+    positions = max(longest, runner.config.max_position_embeddings)
+    config = dataclasses.replace(runner.config, max_position_embeddings=positions)
     settings = EngineConfig(
-        max_model_len=context + (blocks + 1) * length,
+        max_model_len=longest,
         max_num_seqs=rows,
         share_prefixes=False,
         device_memory_fraction=1.0,

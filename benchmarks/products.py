@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "no_triton_gemm": {"xla_gpu_enable_triton_gemm": False},
     "no_cublaslt": {"xla_gpu_enable_cublaslt": False},
+    "no_dot_merger": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 
 JOINED = {

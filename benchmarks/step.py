@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
     "no_triton_gemm": {"xla_gpu_enable_triton_gemm": False},
     "no_cublaslt": {"xla_gpu_enable_cublaslt": False},
+    "no_dot_merger": {"xla_gpu_dot_merger_threshold_mb": 0},
     "while_command_buffers": {
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"

@@ -78,6 +78,7 @@ TABLES = [
             Column("bound, ms", "figures.bound_ms", ".2f"),
             Column("separate weights", "figures.separate_default_ms", ".2f"),
             Column("joined weights", "figures.joined_default_ms", ".2f"),
+            Column("separate, not merged", "figures.separate_no_dot_merger_ms", ".2f"),
             Column("separate, no Triton", "figures.separate_no_triton_gemm_ms", ".2f"),
             Column("joined, no Triton", "figures.joined_no_triton_gemm_ms", ".2f"),
         ],
