@@ -17,6 +17,7 @@ taken in all is its time a step times its steps, and is marked so.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -49,6 +50,7 @@ from herald_jax.engine.slot_arrays import GREEDY
 from herald_jax.models.decoder import Params, random_params
 from herald_jax.sampling import SamplingParams
 
+POLICIES = ("continuous", "longest_first", "static")
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "batching.svg"
 
 
@@ -201,7 +203,8 @@ def measure(
         "longest_first": (falling, len(given), math.inf),
         "static": (given, arguments.max_rows, arguments.static_seconds),
     }
-    for policy, order in orders.items():
+    for policy in arguments.policies:
+        order = orders[policy]
         figures[policy] = row = run(engine, counted, *order)
         simulated = known[policy]
         row["steps_of_all"] = simulated["steps"]
@@ -221,20 +224,17 @@ def measure(
             f"p99 {row['latency_p99_seconds']:.2f} s",
             flush=True,
         )
-    static = figures["static"]["seconds_of_all"]
-    for policy in ("continuous", "longest_first"):
-        figures[f"speedup_{policy}"] = static / figures[policy]["seconds_of_all"]
-    lockstep = known["lockstep"]["steps"] * figures["static"]["ms_per_step"] / 1e3
-    figures["lockstep_steps"] = known["lockstep"]["steps"]
-    figures["speedup_over_lockstep"] = lockstep / figures["continuous"]["seconds_of_all"]
+    if "static" in figures:
+        static = figures["static"]["seconds_of_all"]
+        for policy in (name for name in ("continuous", "longest_first") if name in figures):
+            gain = figures[f"speedup_{policy}"] = static / figures[policy]["seconds_of_all"]
+            print(f"{distribution}: {policy} {gain:.2f}x static", flush=True)
+    steps = {name: known[name]["steps"] for name in ("static", "lockstep")}
+    figures["known_steps_over_continuous"] = {
+        name: count / known["continuous"]["steps"] for name, count in steps.items()
+    }
     figures["bound_useful_share"] = known["bound_useful_share"]
     figures["steps_variance"] = known["steps_variance"]
-    print(
-        f"{distribution}: continuous {figures['speedup_continuous']:.2f}x static, longest first "
-        f"{figures['speedup_longest_first']:.2f}x, over lockstep "
-        f"{figures['speedup_over_lockstep']:.2f}x",
-        flush=True,
-    )
     return figures
 
 
@@ -256,7 +256,7 @@ def plot(arguments: argparse.Namespace, path: Path) -> None:
             axis.plot(x, y, color + style, marker=".", linewidth=1, label=name)
     for record in sorted(RESULTS.glob("continuous_*.json")):
         row = json.loads(record.read_text(encoding="utf-8"))
-        if "steps_variance" in row["figures"]:
+        if "speedup_continuous" in row["figures"] and "steps_variance" in row["figures"]:
             axis.plot(
                 row["figures"]["steps_variance"],
                 row["figures"]["speedup_continuous"],
@@ -281,6 +281,8 @@ def main(arguments: argparse.Namespace) -> None:
     # All policies run the one program of all rows: an idle row costs what a busy one does.
     slot_runner.row_bucket = lambda rows, limit: limit
     config = MODELS[arguments.model]
+    if arguments.block_length is not None:
+        config = dataclasses.replace(config, block_length=arguments.block_length)
     params = random_params(config, dtype=jnp.dtype(arguments.dtype))
     engine = make_engine(config, params, arguments)
     begin = time.perf_counter()
@@ -321,6 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--model", choices=sorted(MODELS), default="sdar-8b")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--block-length", type=int, help="instead of the model's")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-rows", type=int, default=16)
     parser.add_argument("--mean-blocks", type=float, default=8.0)
@@ -331,6 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["geometric"],
         help="of the steps of a block, all with mean 8",
     )
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--prefill-tokens", type=int, default=512)
     parser.add_argument(

@@ -103,7 +103,7 @@ class LLM:
         folder, config = find_checkpoint(
             model, dtype=name, mask_token_id=mask_token_id, block_length=block_length
         )
-        require_block_decoding(config)
+        require_block_decoding(config, may_shift=cache is None)
         found = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if found is None:
             if tokenizer is not None:
@@ -168,7 +168,8 @@ class LLM:
 
         Args:
             prompts: A text, a list of ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`,
-                or a list of these; as many as fit are decoded at the same time.
+                or a list of these; as many as fit are decoded at the same time, those with the
+                largest `max_tokens` first.
             sampling_params: One for all prompts, one a prompt, or none for the defaults.
             use_tqdm: True to show a progress bar on stderr.
 
@@ -351,7 +352,7 @@ class LLM:
         try:
             with (
                 tqdm(total=len(requests), unit="prompt", disable=not use_tqdm) as bar,
-                contextlib.closing(self._finished(requests)) as finished,
+                contextlib.closing(self._finished(requests, longest_first=True)) as finished,
             ):
                 tokens = 0
                 for output in finished:
@@ -369,9 +370,14 @@ class LLM:
             raise GenerationError(message, call_outputs(self.engine, requests)) from error
         return [done[index] for index in range(len(requests))]
 
-    def _finished(self, requests: Sequence[CallRequest]) -> Generator[RequestOutput]:
+    def _finished(
+        self, requests: Sequence[CallRequest], *, longest_first: bool = False
+    ) -> Generator[RequestOutput]:
         left = {request.index for request in requests}
-        with contextlib.closing(self._running(requests)) as running:
+        served = requests
+        if longest_first:  # else the last long ones run alone at the end, beside empty rows
+            served = sorted(requests, key=lambda one: -one.request.sampling.max_tokens)
+        with contextlib.closing(self._running(served)) as running:
             for request, _ in running:
                 if request.index in left and request.is_done:
                     left.remove(request.index)

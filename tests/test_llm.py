@@ -176,6 +176,18 @@ def test_a_row_is_taken_over_when_its_sample_ends():
     assert runner.dispatched == 11 * 5
 
 
+def test_generate_begins_with_what_may_run_longest():
+    """Kind of fault: the last long requests run alone, beside empty rows."""
+    llm, runner = scripted(max_num_seqs=1)
+    prompts = ["aaaa", "bbbb", "cccc", "dddd"]
+    sampling = [SamplingParams(max_tokens=most) for most in (4, 12, 8, 12)]
+    outputs = llm.generate(prompts, sampling)
+    assert [output.prompt for output in outputs] == prompts
+    assert [bytes(row.prompt_token_ids[:1]) for row in runner.rows] == [
+        bytes(outputs[at].prompt_token_ids[:1]) for at in (1, 3, 2, 0)
+    ]
+
+
 def test_requests_wait_outside_a_full_queue():
     llm, _ = scripted(max_num_seqs=1, max_waiting=2)
     prompts = [chr(97 + at) for at in range(20)]
