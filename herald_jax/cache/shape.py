@@ -8,7 +8,13 @@ from herald_jax.cache.layout import index_bytes_per_token
 from herald_jax.configs import ModelConfig
 
 STAGING_SLOTS = 4
-"""Pinned buffers through which selected entries travel to the device."""
+"""Least pinned buffers through which selected entries travel to the device."""
+
+STAGING_PASSES = 12
+"""Passes within which the entries of all rows should have travelled; blocks mostly take more."""
+
+PASSES_UNDER_WAY = 2
+"""Passes that a copy waits for: it begins behind those that were dispatched before it."""
 
 STAGING_BYTES = 16 << 20
 """Least bytes of such a buffer's keys, and of its values; smaller copies run at less than half the
@@ -78,6 +84,16 @@ class SparseShape:
         layer_bytes = self.pool_tokens * model.num_kv_heads * model.head_dim * itemsize
         return staged_layers(layer_bytes, model.num_layers - self.dense_layers)
 
+    def staging_slots(self, model: ModelConfig, itemsize: int) -> int:
+        """Buffers in which entries travel: enough that waiting for them holds nobody up.
+
+        A buffer is free again only when the passes before its copy are over, so that few of
+        them pass few entries on, however fast the host and the link are.
+        """
+        together = self.staging_layers(model, itemsize)
+        chunks = self.rows * -(-(model.num_layers - self.dense_layers) // together)
+        return max(-(-chunks * PASSES_UNDER_WAY // STAGING_PASSES), STAGING_SLOTS)
+
     def host_bytes(self, model: ModelConfig, itemsize: int) -> int:
         """Pinned bytes: finished blocks and staging buffers; 0 with the store on the device."""
         if self.has_device_store:
@@ -91,4 +107,5 @@ class SparseShape:
         """Entries, over layers, that may be on their way at once; 0 with the store on a device."""
         if self.has_device_store:
             return 0
-        return STAGING_SLOTS * self.staging_layers(model, itemsize) * self.pool_tokens
+        layers = self.staging_slots(model, itemsize) * self.staging_layers(model, itemsize)
+        return layers * self.pool_tokens

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from herald_jax.cache.budget import Budget
 from herald_jax.cache.host import HostShape, PinnedPool, StagingRing, host_sharding
 from herald_jax.cache.host_link import measure_link
-from herald_jax.cache.shape import STAGING_SLOTS
 from herald_jax.cache.sparse import SparseCache
 from herald_jax.cache_config import CacheConfig
 from herald_jax.engine.lane import HostLane
@@ -79,10 +78,13 @@ class HostRetrieval:
             dtype=dtype,
         )
         staged = (model.num_kv_heads, shape.pool_tokens, model.head_dim)
-        layers = shape.staging_layers(model, itemsize)
-        more = StagingRing.predicted_bytes(STAGING_SLOTS, layers, staged, dtype)
+        layers, slots = (
+            shape.staging_layers(model, itemsize),
+            shape.staging_slots(model, itemsize),
+        )
+        more = StagingRing.predicted_bytes(slots, layers, staged, dtype)
         self._pool = PinnedPool(host, sharding, host_bytes=cache.host_bytes, more_bytes=more)
-        self._ring = StagingRing(STAGING_SLOTS, layers, staged, dtype, sharding)
+        self._ring = StagingRing(slots, layers, staged, dtype, sharding)
         if device.platform == "gpu":
             measure_link(sharding, LINK_PROBE_BYTES)  # warns of a slow one
         group = column_group(cache.selection, model.num_heads, model.num_kv_heads)
@@ -192,14 +194,19 @@ class HostRetrieval:
         counts.entries += notes.entries
         counts.hits += notes.hits
 
-    def wait(self) -> None:
+    @property
+    def is_filling(self) -> bool:
+        """True if entries are to come."""
+        return bool(self._recalls)
+
+    def wait(self, timeout: float | None = None) -> bool:
         """Waits for the lane."""
         if self._empty:
-            return
+            return True
         jobs = self._jobs()
         if not jobs:
             raise RuntimeError("a row waits for a pool that nobody asked for")
-        self._lane.wait(jobs)
+        return self._lane.wait(jobs, timeout)
 
     def _jobs(self) -> list[Job]:
         return [*(job for _, job in self._recalls), *self._appends]

@@ -158,6 +158,11 @@ class LayerwiseRetrieval(HostRetrieval):
         walking.job = self._submit(walking.ask, start, layer + 1)
         self._walks.append(walking)
 
+    @property
+    def is_filling(self) -> bool:
+        """True if masks are on their way, or entries are to come."""
+        return bool(self._walks) or super().is_filling
+
     def _jobs(self) -> list[Job]:
         return [*super()._jobs(), *(walking.job for walking in self._walks)]
 

@@ -103,8 +103,13 @@ class Retrieval(Protocol):
         """Puts into the pools what has come; the pools that are now full, and what failed."""
         ...
 
-    def wait(self) -> None:
-        """Returns once `poll` has something to tell."""
+    @property
+    def is_filling(self) -> bool:
+        """True if pools are being filled by what `poll` takes."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Returns once `poll` has something to tell; false if not within `timeout` seconds."""
         ...
 
     def settle(self, row: int) -> None:
@@ -185,8 +190,14 @@ class DeviceRetrieval:
         full, self._full = self._full, []
         return cache, [FullPool(ask, None) for ask in full], []
 
-    def wait(self) -> None:
-        """Nothing: a later program of the device sees what an earlier one wrote."""
+    @property
+    def is_filling(self) -> bool:
+        """Never: a later program of the device sees what an earlier one wrote."""
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True at once."""
+        return True
 
     def settle(self, row: int) -> None:
         """Nothing: nothing is under way."""

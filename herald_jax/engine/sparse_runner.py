@@ -54,20 +54,32 @@ from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Params
 
 
+SERVE_SECONDS = 0.0005
+"""Between two looks at a step that still runs, while entries are to come."""
+
+
 class SparsePendingStep:
-    """A step that was dispatched; reading it tells the runner what was committed."""
+    """A step that was dispatched; reading it tells the runner what was committed.
+
+    Until the step has ended, what comes for the pools is sent on. A copy is issued as soon as it
+    can be, and not once a step: many rows' entries would wait in the staging buffers for it.
+    """
 
     def __init__(
         self,
         slots: Sequence[DecodeSlot],
         output: SlotOutput,
+        serve: Callable[[], bool],
         on_read: Callable[[list[CommittedBlock]], list[CommittedBlock | RowFailure]],
     ) -> None:
         self._step = PendingStep(slots, output)
-        self._on_read = on_read
+        self._output, self._serve, self._on_read = output, serve, on_read
 
     def read(self) -> list[CommittedBlock | RowFailure]:
         """The blocks that the step committed, and the rows that have failed; waits for it."""
+        outputs = jax.tree.leaves(self._output)
+        while not all(output.is_ready() for output in outputs) and self._serve():
+            pass
         return self._on_read(self._step.read())
 
 
@@ -188,7 +200,7 @@ class SparseRunner:
         limits = [self._limit(slot) for slot in plan.decode]
         output = self._run(plan.decode, limits, starts)
         read = functools.partial(self._on_read, self._number)
-        return [SparsePendingStep(plan.decode, output, read)]
+        return [SparsePendingStep(plan.decode, output, self._serve, read)]
 
     @property
     def compile_seconds(self) -> float:
@@ -320,6 +332,14 @@ class SparseRunner:
         self._failures += failures
         for failure in failures:
             self._kept.drop(failure.row, failure.epoch)
+
+    def _serve(self) -> bool:
+        """Takes what comes for the pools, if anything is to; for a moment at most."""
+        if not self.retrieval.is_filling:
+            return False
+        if self.retrieval.wait(SERVE_SECONDS):
+            self._poll()
+        return True
 
     def _wait_for_a_pool(self, decode: Sequence[DecodeSlot]) -> None:
         """Waits where no row could do anything in this step."""
