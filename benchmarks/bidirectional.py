@@ -76,6 +76,8 @@ def measure(
 
 def main(arguments: argparse.Namespace) -> None:
     """Measures every cache and writes its record, or the table on a trained model."""
+    if arguments.max_tokens is None:
+        arguments.max_tokens = 64 if arguments.table else 256
     if arguments.table:
         table(arguments)
         return
@@ -138,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, help="256, or 64 in the table, if left out")
     parser.add_argument("--block-length", type=int, help="instead of the model's")
     parser.add_argument("--steps", type=int, help="steps of a block; one token a step if left out")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
