@@ -308,5 +308,10 @@ def _score_chunk(
 def score_keys(plan: Any, work: Any, k: np.ndarray, tiles: np.ndarray, layout: np.ndarray) -> None:
     """Fills `rows`, `tops` and `sums` from keys [K, S, D] and `tiled_columns`."""
     chunks = (plan.candidates + plan.chunk - 1) // plan.chunk
-    for item in prange(k.shape[0] * chunks):
-        _score_chunk(plan, work, k, tiles, layout, item // chunks, item % chunks)
+    items = k.shape[0] * chunks
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(plan.threads):
+        item = _kernels.next_of(counter.ctypes.data)
+        while item < items:
+            _score_chunk(plan, work, k, tiles, layout, item // chunks, item % chunks)
+            item = _kernels.next_of(counter.ctypes.data)

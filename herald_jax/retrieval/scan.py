@@ -229,7 +229,9 @@ def plan_scan(
     sinks: int,
     number: int,
 ) -> Any:
-    """What the loops of one scan are asked for."""
+    """What the loops of one scan are asked for, on as many threads as the caller may use."""
+    import numba
+
     return _kernels().Plan(
         columns=columns,
         group=group,
@@ -240,6 +242,7 @@ def plan_scan(
         chunk=chunk_tokens(scratch.kv_heads, candidates),
         sinks=sinks,
         number=number,
+        threads=numba.get_num_threads(),
         has_rows=False,
     )
 
