@@ -40,7 +40,7 @@ FAMILY = Family(
         "parameter count equals that of the published sizes",
     ),
     limits=(
-        "decoded by herald_jax.generate; LLM and the server refuse it",
+        "with a sparse cache LLM and the server refuse it; prompts share no pages",
         "strategy sub_blocks is the published rule, sub_block_cache=True its cache",
         "a prompt of exactly one block is prefilled; the published loop loses it",
     ),

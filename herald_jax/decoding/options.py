@@ -49,7 +49,7 @@ def require_block_decoding(model: ModelConfig, *, may_shift: bool = False) -> No
         model.shifts_predictions,
         "False here",
         "The first token of a block comes from the pass that commits the block before it, which "
-        "the engine does not pass on. Use herald_jax.generate.",
+        "is not passed on here. Use herald_jax.generate, or LLM without a sparse cache.",
     )
 
 

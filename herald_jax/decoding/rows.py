@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from herald_jax.decoding.shifted import FirstToken
 from herald_jax.decoding.steps import BlockState
 
 
@@ -51,20 +52,28 @@ class SlotOutput(NamedTuple):
 
 
 class RowStates(NamedTuple):
-    """The running block of every row; with a lookahead, also the draft that its step 0 left."""
+    """The running block of every row, and what else a model or a cache needs.
+
+    With a lookahead that is the draft that the block's step 0 left, and with shifted predictions
+    the token that follows the prompt's last whole block.
+    """
 
     block: BlockState
     is_stopped: Bool[Array, " R"]
     draft: Int[Array, "R B"] | None = None
+    ahead: FirstToken | None = None
 
     @classmethod
-    def empty(cls, rows: int, block_length: int, *, has_draft: bool = False) -> Self:
+    def empty(
+        cls, rows: int, block_length: int, *, has_draft: bool = False, has_ahead: bool = False
+    ) -> Self:
         """States in which no row has begun."""
         zeros = jnp.zeros((rows, block_length), jnp.int32)
         block = BlockState.start(jnp.zeros((rows,), jnp.int32), zeros, zeros > 0)
         # Another array than the block's tokens: a buffer can be donated once only.
         draft = jnp.zeros_like(zeros) if has_draft else None
-        return cls(block, jnp.ones((rows,), bool), draft)
+        ahead = FirstToken(jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), jnp.float32))
+        return cls(block, jnp.ones((rows,), bool), draft, ahead if has_ahead else None)
 
     def begin(self, starts: RowStarts) -> RowStates:
         """The states with fresh blocks in the rows that begin."""

@@ -87,7 +87,7 @@ class AsyncLLM:
         folder, config = find_checkpoint(
             model, dtype=name, mask_token_id=mask_token_id, block_length=block_length
         )
-        require_block_decoding(config)
+        require_block_decoding(config, may_shift=engine is None or engine.cache is None)
         found = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if found is None and tokenizer is not None:
             raise ConfigError(f"tokenizer={str(tokenizer)!r} holds no tokenizer.json.")

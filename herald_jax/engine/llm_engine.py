@@ -94,7 +94,7 @@ class LLMEngine:
         engine: EngineConfig | None = None,
         runner: RunnerLike | None = None,
     ) -> None:
-        require_block_decoding(config)
+        require_block_decoding(config, may_shift=engine is None or engine.cache is None)
         check_params(config, params)
         self.config = config
         self.settings = engine or EngineConfig()
@@ -138,7 +138,10 @@ class LLMEngine:
             sizes.page_tokens,
             # With a sparse cache prompts are shared by the runner, row by row: keys of blocks that
             # attended to a part of their prefix are their request's own.
-            share_prefixes=settings.share_prefixes and settings.cache is None,
+            # A shifted model needs an output of each prompt's end, not its keys alone.
+            share_prefixes=settings.share_prefixes
+            and settings.cache is None
+            and not self.config.shifts_predictions,
             setting=sizes.setting,
         )
         return Scheduler(

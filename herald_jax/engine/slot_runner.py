@@ -23,6 +23,7 @@ from herald_jax.configs import ModelConfig
 from herald_jax.decoding.options import decoding_options
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.rules import RULES
+from herald_jax.decoding.shifted_slots import run_shifted_slots
 from herald_jax.decoding.slots import (
     DecodeSlots,
     PrefillSlots,
@@ -32,6 +33,7 @@ from herald_jax.decoding.slots import (
     run_slots,
 )
 from herald_jax.decoding.steps import DecodingOptions
+from herald_jax.engine.kept import KeptOnDevice
 from herald_jax.engine.plan import DecodeSlot, StepPlan
 from herald_jax.engine.request import RowBlock
 from herald_jax.engine.slot_arrays import (
@@ -107,7 +109,8 @@ def _step(
     spec: ProposalSpec,
 ) -> tuple[PagedCache, RowStates, SlotOutput]:
     decoder = bind(model, params)
-    return run_slots(decoder, cache, states, tables, starts, decode, prefill, options, spec)
+    run = run_shifted_slots if model.shifts_predictions else run_slots
+    return run(decoder, cache, states, tables, starts, decode, prefill, options, spec)
 
 
 class SlotRunner:
@@ -147,6 +150,7 @@ class SlotRunner:
         self._tables = np.zeros((max_rows, table_pages), np.int32)
         self._arrays = SlotArrays(config, max_rows)
         self._programs: dict[tuple[int, int, ProposalSpec], Callable[..., Any]] = {}
+        self._kept = KeptOnDevice()
         self.compile_seconds = 0.0
         self.reset()
 
@@ -155,7 +159,9 @@ class SlotRunner:
         dtype = self.params["embed_tokens"]["embedding"].dtype
         self._cache: Any = None  # the old pool goes first: there may be no room for two
         self._cache = PagedCache.zeros(self.config, *self._pool, dtype)
-        self._states = RowStates.empty(self.max_rows, self.config.block_length)
+        self._states = RowStates.empty(
+            self.max_rows, self.config.block_length, has_ahead=self.config.shifts_predictions
+        )
         self._device_tables = jnp.array(self._tables, copy=True)
         self._arrays.reset()
 
@@ -210,18 +216,20 @@ class SlotRunner:
             rows[at], limits[at] = slot.row, slot.block_limit
         options, spec, stops = self._arrays.options(decode, size)
         program = self._program(size, self.prefill_slots if prefill else 0, spec)
-        starts = self._arrays.no_starts
+        starts = self._kept("no starts", self._arrays.no_starts)
         if plan is not None and plan.starts:
             starts = self._arrays.starts(plan.starts)
+        slots = DecodeSlots(rows, limits, stops)  # type: ignore[arg-type]
+        blocks = self._prefill(prefill)
         self._cache, self._states, output = program(
             self.params,
             self._cache,
             self._states,
             self._device_tables,
             starts,
-            DecodeSlots(rows, limits, stops),  # type: ignore[arg-type]
-            self._prefill(prefill),
-            options,
+            self._kept("decode slots", slots),
+            blocks if prefill else self._kept("no prefill slots", blocks),
+            self._kept("options", options),
         )
         return output
 
