@@ -16,6 +16,8 @@ class Machine:
         flops_per_second: Rate of large matrix products in bfloat16.
         expert_flops_per_second: Rate of the experts' batched matrix products.
         attention_share: Share of the copy rate at which attention reads keys and values.
+        pool_share: The same of sparse layers: pools, rings and blocks, with all that such a layer
+            does besides. From whole passes of SDAR-8B's shapes with 6 and 17 rows.
         attention_seconds: Fixed part of one layer's attention.
         pass_seconds: What one pass takes beside its bytes and operations.
         scan_bytes_per_second: Rate at which the host scores keys.
@@ -30,6 +32,7 @@ class Machine:
     flops_per_second: float = 8.0e14
     expert_flops_per_second: float = 6.5e14
     attention_share: float = 0.85
+    pool_share: float = 0.2
     attention_seconds: float = 2.0e-5
     pass_seconds: float = 1.45e-3
     scan_bytes_per_second: float = 7.7e10

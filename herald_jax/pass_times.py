@@ -78,6 +78,7 @@ def pass_seconds(
     *,
     blocks: int,
     attended_bytes: float,
+    pooled_bytes: float = 0,
     proposed: int | None = None,
 ) -> float:
     """Seconds of one pass.
@@ -87,7 +88,9 @@ def pass_seconds(
         machine: Its rates.
         itemsize: Bytes of a weight and of a cached number.
         blocks: Blocks that go through the layers.
-        attended_bytes: Keys and values that attention reads, all layers and blocks together.
+        attended_bytes: Keys and values that attention reads in layers that attend to everything,
+            all layers and blocks together.
+        pooled_bytes: The same in layers that attend to pools.
         proposed: Blocks whose logits are computed; all if left out.
     """
     tokens = blocks * model.block_length
@@ -98,8 +101,9 @@ def pass_seconds(
         read, 2 * weights * tokens / machine.flops_per_second
     )
     seconds += LOGIT_PASSES * 4 * logits / machine.device_bytes_per_second
-    rate = machine.device_bytes_per_second * machine.attention_share
-    seconds += model.num_layers * machine.attention_seconds + attended_bytes / rate
+    seconds += model.num_layers * machine.attention_seconds
+    reading = attended_bytes / machine.attention_share + pooled_bytes / machine.pool_share
+    seconds += reading / machine.device_bytes_per_second
     layers = sum(model.has_experts(layer) for layer in range(model.num_layers))
     if layers:
         seconds += layers * expert_seconds(model, machine, itemsize, tokens)

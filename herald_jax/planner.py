@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from herald_jax._checks import ConfigError, require_int
 from herald_jax.cache.budget import BlockCounts
 from herald_jax.cache.layout import kv_bytes_per_token, round_up
-from herald_jax.cache.shape import SparseShape
+from herald_jax.cache.shape import PASSES_UNDER_WAY, SparseShape
 from herald_jax.cache_config import CacheConfig
 from herald_jax.configs import ModelConfig
 from herald_jax.engine.config import PAGE_TOKENS
@@ -76,7 +76,7 @@ class PlanTimes:
         step: One denoising pass.
         main: All passes of a block, with nothing to wait for.
         host: Scan, choice and gather of all rows; 0 without host memory.
-        link: Entries of all rows on their way to the device.
+        link: Entries of all rows on their way to the device, through the staging buffers.
         alone: A block of a row that has the host to itself.
         bytes_scanned: Keys that one row's scan reads.
         bytes_sent: Entries of one row.
@@ -205,9 +205,15 @@ def block_times(
     token = 2 * model.num_kv_heads * model.head_dim * itemsize  # keys and values of a layer
     full = rows * work.context * token
 
-    def seconds(attended: float, blocks: int = rows) -> float:
+    def seconds(attended: float, pooled: float = 0, blocks: int = rows) -> float:
         return pass_seconds(
-            model, machine, itemsize, blocks=blocks, attended_bytes=attended, proposed=rows
+            model,
+            machine,
+            itemsize,
+            blocks=blocks,
+            attended_bytes=attended,
+            pooled_bytes=pooled,
+            proposed=rows,
         )
 
     if cache is None:
@@ -215,10 +221,11 @@ def block_times(
         return PlanTimes(step=step, main=(work.steps + 1) * step)
     counts = _counts(work, cache)
     sparse = layers - cache.dense_layers
-    attended = cache.dense_layers * full + sparse * rows * counts.attended * token
-    step = seconds(attended)
+    attended = (cache.dense_layers * full, sparse * rows * counts.attended * token)
+    step = seconds(*attended)
     if cache.lookahead:
-        fused = seconds(SLOTS_PER_ROW * attended, SLOTS_PER_ROW * rows)
+        wide, pooled = (SLOTS_PER_ROW * part for part in attended)
+        fused = seconds(wide, pooled, SLOTS_PER_ROW * rows)
         main = work.steps * step + fused
         if cache.retrieval == "layerwise" and cache.placement == "device":
             main += seconds(layers * full) - step
@@ -236,14 +243,19 @@ def block_times(
             return PlanTimes(step=step, main=main)
     keys = 0 if has_index else sparse * work.context * token // 2
     pooled = sparse * counts.pooled * token
+    shape = _shape_of_a_row(cache, model, work.context)
+    shape = dataclasses.replace(shape, rows=rows)
+    chunks = -(-sparse // shape.staging_layers(model, itemsize))
+    # A buffer is used once in the passes that its copy waits for.
+    turns = chunks * PASSES_UNDER_WAY / shape.staging_slots(model, itemsize)
     host = pooled / machine.gather_bytes_per_second + _host_choice(work, cache, keys, machine)
     link = pooled / machine.link_bytes_per_second
     return PlanTimes(
         step=step,
         main=main,
         host=rows * host,
-        link=rows * link,
-        alone=step + (main - work.steps * step) + host,
+        link=rows * max(link, turns * step),
+        alone=step + (main - work.steps * step) + max(host, turns * step),
         bytes_scanned=keys,
         bytes_sent=pooled,
     )

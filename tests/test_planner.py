@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.shapes import MODELS
 from herald_jax import CacheConfig, ConfigError
+from herald_jax.cache.shape import SparseShape
 from herald_jax.cli import main
 from herald_jax.configs import ModelConfig
 from herald_jax.machine import Machine
@@ -69,20 +70,20 @@ def test_most_rows_fill_each_memory_and_no_more() -> None:
     work = Workload(model=SDAR, context=32768)
     cache = CacheConfig(budget=0.05)
     bounds = most_rows(work, cache, 34 * GB, 115 * GB)
-    assert bounds == {"device bytes": 46, "host bytes": 25}
+    assert bounds == {"device bytes": 43, "host bytes": 24}
     assert most_rows(work, None, 34 * GB, 0) == {"device bytes": 7}
     assert most_rows(work, dataclasses.replace(cache, placement="device"), 34 * GB, 0) == {
         "device bytes": 6
     }
     # The law of algorithms.md 2.6, but for rounding, recent blocks and staging.
     gain = bounds["device bytes"] / (34 * GB / cache_bytes(work, None, 1)[0])
-    assert gain == pytest.approx(1 / (2 * 0.05 * 34 / 36 + 2 / 36), rel=0.05)
+    assert gain == pytest.approx(1 / (2 * 0.05 * 34 / 36 + 2 / 36), rel=0.1)
 
 
 def test_what_is_refused_says_a_number_that_works() -> None:
     work = Workload(model=SDAR, context=32768)
     mage, herald = CacheConfig(placement="device", lookahead=False), CacheConfig()
-    for cache, rows, option in ((None, 9, "device"), (mage, 9, "device"), (herald, 27, "host")):
+    for cache, rows, option in ((None, 9, "device"), (mage, 9, "device"), (herald, 25, "host")):
         limits: dict[str, Any] = {"device_bytes": 34 * GB, "host_bytes": 115 * GB}
         with pytest.raises(ConfigError, match=f"--{option}-bytes") as refused:
             plan_rows(work, cache, rows=rows, **limits)
@@ -142,6 +143,18 @@ def test_a_block_takes_its_passes() -> None:
     assert block_times(work, walk, 3).host > 2 * block_times(work, lone, 3).host
 
 
+def test_buffers_that_are_few_set_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `benchmarks/results/throughput_sdar-8b_index_r17_s32768.json`: four of three layers."""
+    work = Workload(model=SDAR, context=32768)
+    index = CacheConfig(budget=0.05, key_index="int8")
+    assert block_times(work, index, 17).binding == "device time"
+    monkeypatch.setattr(SparseShape, "staging_slots", lambda *_: 4)
+    monkeypatch.setattr(SparseShape, "staging_layers", lambda *_: 3)
+    times = block_times(work, index, 17)
+    assert times.binding == "link"
+    assert 1e3 * times.block == pytest.approx(2197, rel=0.2)
+
+
 @pytest.mark.parametrize("tokens, measured", [(32, 5.05), (128, 5.6), (256, 6.6)])
 def test_a_pass_takes_what_was_measured(tokens: int, measured: float) -> None:
     """SDAR-8B without attention, as the hardware notes have it."""
@@ -187,7 +200,7 @@ def test_command(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert out.splitlines()[-1].startswith("fastest: ")
     assert main([*command, *limits, "--json", "--cache", "placement=host", "budget=0.05"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["most_rows"] == {"device bytes": 46, "host bytes": 25}
+    assert facts["most_rows"] == {"device bytes": 43, "host bytes": 24}
     assert facts["binds"] == "host scan" and facts["cache"]["budget"] == 0.05
     assert main([*command, *limits, "--rows", "27", "--cache", "budget=0.05"]) == 2
     assert "--host-bytes to" in capsys.readouterr().err

@@ -78,10 +78,8 @@ class HostRetrieval:
             dtype=dtype,
         )
         staged = (model.num_kv_heads, shape.pool_tokens, model.head_dim)
-        layers, slots = (
-            shape.staging_layers(model, itemsize),
-            shape.staging_slots(model, itemsize),
-        )
+        layers = shape.staging_layers(model, itemsize)
+        slots = shape.staging_slots(model, itemsize)
         more = StagingRing.predicted_bytes(slots, layers, staged, dtype)
         self._pool = PinnedPool(host, sharding, host_bytes=cache.host_bytes, more_bytes=more)
         self._ring = StagingRing(slots, layers, staged, dtype, sharding)
