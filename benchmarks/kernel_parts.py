@@ -129,7 +129,8 @@ def gather(sizes: Sizes) -> Iterator[Figures]:
     """Rows from the device and from host memory, beside one contiguous copy of 256 MB."""
     device = jax.devices()[0]
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
-    on_device = SingleDeviceSharding(device)
+    # Without the name of the memory nothing would be copied.
+    on_device = SingleDeviceSharding(device, memory_kind="device")
     row_bytes = 2 * sizes.dim
     entries = sizes.pool_megabytes * 10**6 // (sizes.kv_heads * row_bytes)
     pool = draw(0, (1, sizes.kv_heads, entries, sizes.dim))
@@ -249,9 +250,11 @@ def lm_head(sizes: Sizes) -> Iterator[Figures]:
         if fits:
             ids = config.mask_token_id, config.tokenizer_vocab_size or config.vocab_size
             programs = jax.devices()[0].core_count
-            lowered["kernel"] = jax.jit(
-                lambda w, x: skinny_matmul.vocabulary(x.reshape(-1, x.shape[-1]), w, *ids, programs)  # noqa: B023
-            ).lower(table, hidden)
+            of_rows = functools.partial(
+                skinny_matmul.greedy_head, mask_id=ids[0], end=ids[1], programs=programs
+            )
+            fused = jax.jit(lambda w, x, of_rows=of_rows: of_rows(x.reshape(-1, x.shape[-1]), w))
+            lowered["kernel"] = fused.lower(table, hidden)
         for name, program in compile_together(lowered).items():
             memory: Any = program.memory_analysis()
             results[name] = jax.device_get(program(table, hidden))

@@ -64,11 +64,12 @@ BLOCK_LENGTH = 32
 KERNELS = ("block", "prefill", *PARTS)
 
 VARIANTS = {
-    "ordered": {"is_direct": True, "slack": 6, "is_ordered": True},
-    "tails": {"is_direct": True, "slack": 6, "is_ordered": True, "splits_tails": True},
+    "transposed": {"is_direct": False, "slack": -1},
+    "listed": {"lists_units": True},
+    "ordered": {"lists_units": True, "is_ordered": True},
+    "tails": {"lists_units": True, "is_ordered": True, "splits_tails": True},
     "ahead": {
-        "is_direct": True,
-        "slack": 6,
+        "lists_units": True,
         "is_ordered": True,
         "splits_tails": True,
         "waits_ahead": True,

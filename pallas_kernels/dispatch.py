@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import reference
-from pallas_kernels.reference import HeadNorms, PagedSegment, Pooling, Segment
+from pallas_kernels.reference import GreedyHead, HeadNorms, PagedSegment, Pooling, Segment
 
 Choice = Literal["auto", "reference", "kernel"]
 
@@ -32,6 +32,9 @@ MAX_ROWS = 512
 
 MAX_POSITIONS = 128
 """Queries of a block whose keys' importance a kernel finds: columns of its products."""
+
+MAX_PRODUCT_ROWS = 256
+"""Rows of a product with weights that a kernel takes: with more, the compiler's is as good."""
 
 COPY_ROWS = 64
 """Keys that a kernel fetches at a time; a page is a multiple of it, or it of a page."""
@@ -273,6 +276,24 @@ def fused_qkv_rope_append(
     from pallas_kernels import triton_rows as kernels
 
     return kernels.fused_qkv_rope_append(*inputs)
+
+
+def has_greedy_head(x: Float[Array, "rows E"], w: Float[Array, "E V"]) -> bool:
+    """Whether a kernel finds the greedy tokens of these rows without writing their logits."""
+    is_half = x.dtype == jnp.bfloat16 and w.dtype == jnp.bfloat16
+    fits = x.shape[0] <= MAX_PRODUCT_ROWS and x.shape[1] % 128 == 0
+    return is_half and fits and _runs_kernels()
+
+
+def greedy_head(
+    x: Float[Array, "rows E"], w: Float[Array, "E V"], mask_id: int, end: int
+) -> GreedyHead:
+    """`reference.greedy_head`, by a kernel where one runs."""
+    if not has_greedy_head(x, w):
+        return reference.greedy_head(x, w, mask_id, end)
+    from pallas_kernels.hopper.skinny_matmul import greedy_head as kernel
+
+    return kernel(x, w, mask_id, end, _processors())
 
 
 def _is_on_host(x: jax.Array) -> bool:

@@ -360,3 +360,26 @@ def fused_qkv_rope_append(
     keys = _rotated(_normed(k, norms.k, norms.epsilon), cos, sin)
     k_pool = append_kv(k_pool, keys.transpose(0, 2, 1, 3), rows, starts)
     return queries, k_pool, append_kv(v_pool, v.transpose(0, 2, 1, 3), rows, starts)
+
+
+class GreedyHead(NamedTuple):
+    """What a greedy step needs of each row's logits."""
+
+    token: Int[Array, " rows"]
+    """Id of the largest logit; the lowest of equal ones."""
+    logprob: Float[Array, " rows"]
+    entropy: Float[Array, " rows"]
+
+
+def greedy_head(
+    x: Float[Array, "rows E"], w: Float[Array, "E V"], mask_id: int, end: int
+) -> GreedyHead:
+    """Greedy token, its log-probability and the entropy of each row's fp32 logits `x @ w`.
+
+    Neither `mask_id` nor ids from `end` on are chosen or counted.
+    """
+    logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    ids = jnp.arange(w.shape[1])
+    log_p = jax.nn.log_softmax(jnp.where((ids == mask_id) | (ids >= end), -jnp.inf, logits))
+    entropy = -jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * log_p).sum(-1)
+    return GreedyHead(jnp.argmax(log_p, -1).astype(jnp.int32), log_p.max(-1), entropy)

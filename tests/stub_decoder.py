@@ -60,6 +60,8 @@ class StubDecoder(Decoder):
         )
         return logits, [FreshKV(seen, -seen)] * self.config.num_layers
 
+    head_table = None
+
     def logits(self, hidden: Any) -> Any:
         return hidden
 

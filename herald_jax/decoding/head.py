@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from herald_jax.configs import ModelConfig
 from herald_jax.decoding.propose import Proposal, ProposalSpec, RowOptions, propose, suppress
+from pallas_kernels import greedy_head, has_greedy_head
 
 MAX_POSITIONS = 256
 """Positions whose logits are held at a time: with these the matrix unit is as busy as with more,
@@ -31,11 +32,22 @@ def propose_blocks(
     seeds: UInt32[Array, " R"],
     block: Int[Array, " R"],
     step: Int[Array, " R"],
+    table: Float[Array, "E V"] | None = None,
 ) -> Proposal:
-    """`propose` from a pass's outputs and the LM head; the mask id is not offered."""
+    """`propose` from a pass's outputs and the LM head; the mask id is not offered.
+
+    With the head's `table`, greedy rows on a GPU have their logits reduced by the kernel that
+    computes them, which writes none.
+    """
 
     def of_rows(rows: tuple) -> Proposal:
         hidden, options, *numbers = rows
+        lines = hidden.reshape(-1, hidden.shape[-1])
+        if table is not None and not spec.is_sampled and has_greedy_head(lines, table):
+            end = config.tokenizer_vocab_size or config.vocab_size
+            best = greedy_head(lines, table, config.mask_token_id, end)
+            token, log_p, entropy = (x.reshape(hidden.shape[:2]) for x in best)
+            return Proposal(token, jnp.exp(log_p), entropy, log_p, token)
         return propose(suppress(logits(hidden), config), options, spec, *numbers)
 
     inputs = (hidden, options, seeds, block, step)

@@ -114,7 +114,7 @@ def offer_from(
     """What each position would become by one pass's outputs; the mask id is not offered."""
     numbers = (options.seeds, state.index, state.steps)
     head = (decoder.logits, decoder.config)
-    return propose_blocks(*head, hidden, options.rows, spec, *numbers)
+    return propose_blocks(*head, hidden, options.rows, spec, *numbers, decoder.head_table)
 
 
 def unmask(

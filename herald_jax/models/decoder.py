@@ -92,6 +92,11 @@ class Decoder(nnx.Module):
             fresh.append(layer_kv)
         return self.norm(x), fresh
 
+    @property
+    def head_table(self) -> Float[Array, "E V"] | None:
+        """The LM head's matrix; None where it is the embedding table, which lies the other way."""
+        return None if self.config.tie_word_embeddings else self.lm_head.kernel[...]
+
     def logits(self, hidden: Float[Array, "R Q E"]) -> Float[Array, "R Q V"]:
         """LM head, accumulated and returned in fp32."""
         if self.config.tie_word_embeddings:

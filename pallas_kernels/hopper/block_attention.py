@@ -37,7 +37,11 @@ OUT_COLUMNS = 64
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work up; the defaults of `tiles_for` are what measured best."""
+    """How a kernel cuts its work up.
+
+    `tiles_for` gives what measured best. The switches that it leaves off after `slack` are right
+    in the interpreter but have no figure yet: `python -m benchmarks kernels` measures them.
+    """
 
     warpgroups: int
     """Warpgroups that multiply, 64 query rows each."""
@@ -56,6 +60,8 @@ class Tiles(NamedTuple):
     """Tiles beyond its equal share that a program may get so that units stay whole; -1 for none."""
     is_ordered: bool = False
     """Whether a tile's softmax is finished before the other warpgroup's turn."""
+    lists_units: bool = False
+    """Whether the merge runs over a list of the units that need it, instead of over all."""
     waits_ahead: bool = False
     """Whether a tile's keys are waited for while the values before them are multiplied."""
     splits_tails: bool = False
@@ -71,7 +77,8 @@ def tiles_for(rows: int, dim: int, programs: int) -> Tiles:
     keys = 64 if warpgroups == 3 else 128
     fixed = warpgroups * WARPGROUP_ROWS * (2 * dim + 4 * OUT_COLUMNS)
     stages = (SHARED_BYTES - fixed) // (4 * keys * dim)
-    return Tiles(warpgroups, keys, min(stages, 6), warpgroups == 2, programs)
+    turns = warpgroups == 2
+    return Tiles(warpgroups, keys, min(stages, 6), turns, programs, is_direct=True, slack=6)
 
 
 def _for_each_unit(
@@ -388,6 +395,7 @@ def segment_attention(
             in_place,
             matrix,
             parts.whole,
+            tiles.lists_units,
             interpret,
         )
         out = out.reshape(q.shape)

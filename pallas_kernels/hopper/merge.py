@@ -110,11 +110,13 @@ def _merge(
     row_tiles: int,
     target: _Target,
     interpret: Any,
+    skips_whole: bool = False,
     listing: tuple[Int[Array, " U"], Int[Array, "1"]] | None = None,
 ) -> list[jax.Array]:
     """Runs the kernel over all units, or over the first of a list and how many these are.
 
-    `row_tiles` are the units of a slot and a KV head.
+    `row_tiles` are the units of a slot and a KV head. With `skips_whole`, units that are one
+    piece are left as they are.
     """
     units, (_, rows, dim) = operands[2].shape[0], operands[0].shape
     stages = 8 if units <= FEW_UNITS else 4
@@ -126,7 +128,12 @@ def _merge(
     )
 
     def one(*refs: Any) -> None:
-        body(*refs, unit=lax.axis_index("unit"), number=lax.axis_index("tile"))
+        unit, number = lax.axis_index("unit"), lax.axis_index("tile")
+        if skips_whole:
+            count_ref = refs[3]
+            pl.when(count_ref[unit] != 1)(lambda: body(*refs, unit=unit, number=number))
+        else:
+            body(*refs, unit=unit, number=number)
 
     def listed(units_ref: Any, number_ref: Any, *refs: Any) -> None:
         """Every program takes tiles of the first units of a list, which mostly is short."""
@@ -201,6 +208,7 @@ def merge_in_place(
     in_place: QueryRows,
     matrix: jax.ShapeDtypeStruct,
     whole: Float[Array, "MB HD"] | None,
+    lists_units: bool = False,
     interpret: Any = None,
 ) -> tuple[Float[Array, "MB HD"], Float[Array, "U rows"] | None]:
     """The same into the rows of a `matrix`; without `whole`, the log-sum-exp comes with it.
@@ -216,10 +224,13 @@ def merge_in_place(
         return out, joined
     target = _Target(in_place, False)
     result = jax.new_ref(whole, memory_space=plgpu.GMEM)
-    is_left = pieces != 1
-    after = jnp.cumsum(is_left, dtype=jnp.int32)
-    place = jnp.arange(pieces.shape[0], dtype=jnp.int32)
-    # Sorting would cost a kernel or two more than counting does.
-    listing = (after <= place[:, None]).sum(1, dtype=jnp.int32), after[-1:]
-    _merge((*operands, result), matrix.dtype, [], row_tiles, target, interpret, listing)
+    listing = None
+    if lists_units:
+        is_left = pieces != 1
+        after = jnp.cumsum(is_left, dtype=jnp.int32)
+        place = jnp.arange(pieces.shape[0], dtype=jnp.int32)
+        # Sorting would cost a kernel or two more than counting does.
+        listing = (after <= place[:, None]).sum(1, dtype=jnp.int32), after[-1:]
+    inputs = ((*operands, result), matrix.dtype, [], row_tiles, target, interpret)
+    _merge(*inputs, skips_whole=True, listing=listing)
     return result[...], None

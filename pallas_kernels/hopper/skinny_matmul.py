@@ -3,7 +3,7 @@
 With up to 256 rows such a product is bound by reading the weights. Every program takes tiles of
 columns, one warpgroup copies weights and rows into a ring of buffers, and the others, of 64 rows
 each, multiply. What is done with a finished tile is the `Finish`: `matmul` writes it, and
-`vocabulary` keeps of a row's logits what a greedy step needs.
+`greedy_head` keeps of a row's logits what a greedy step needs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper import tiles as mosaic
 from pallas_kernels.hopper.tiles import COPY_ALIGNMENT, SHARED_BYTES, WARPGROUP_ROWS
+from pallas_kernels.reference import GreedyHead
 
 MAX_ROWS = 4 * WARPGROUP_ROWS
 
@@ -224,15 +225,6 @@ def matmul(
     return out[0, :rows] if cut.splits == 1 else out[:, :rows].sum(0).astype(x.dtype)
 
 
-class Vocabulary(NamedTuple):
-    """What a greedy step needs of each row's logits."""
-
-    token: Array
-    """Id of the largest logit, int32; the lowest of equal ones."""
-    logprob: Array
-    entropy: Array
-
-
 STATISTICS = 4
 """Of a row and a tile: maximum, its column, sum of e^(x - max), the same times (x - max)."""
 
@@ -240,7 +232,7 @@ HIDDEN = -1e30
 """Logit of an id that must not be chosen: finite, because 0 * inf is NaN."""
 
 
-def vocabulary(
+def greedy_head(
     x: Float[Array, "rows E"],
     w: Float[Array, "E V"],
     mask_id: int,
@@ -248,11 +240,8 @@ def vocabulary(
     programs: int = 132,
     interpret: Any = None,
     cut: Cut | None = None,
-) -> Vocabulary:
-    """Greedy token, log-probability and entropy of the logits `x @ w`, which are never written.
-
-    Neither `mask_id` nor ids from `end` on are chosen or counted.
-    """
+) -> GreedyHead:
+    """`reference.greedy_head` on a GPU, for at most 256 rows."""
     rows, columns = x.shape[0], w.shape[1]
     cut = cut or cut_for(rows, x.shape[1], columns, programs, (128,), (1,))
     height = cut.warpgroups * WARPGROUP_ROWS
@@ -287,4 +276,4 @@ def vocabulary(
     norm = (decay * total).sum(0)
     mean = (decay * (weighted + total * jnp.maximum(top - highest, HIDDEN))).sum(0) / norm
     log_norm = jnp.log(norm)
-    return Vocabulary(token, -log_norm, log_norm - mean)
+    return GreedyHead(token, -log_norm, log_norm - mean)

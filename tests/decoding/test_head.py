@@ -25,7 +25,7 @@ def proposals(
 
     def program(hidden: Any, table: Any, options: Any, *numbers: Any) -> Proposal:
         inputs = (hidden, options.rows, proposal_spec(rows), options.seeds, *numbers)
-        return head.propose_blocks(lambda x: x @ table, config, *inputs)
+        return head.propose_blocks(lambda x: x @ table, config, *inputs, table)
 
     compiled = jax.jit(program).lower(hidden, table, options, *numbers).compile()
     memory: Any = compiled.memory_analysis()
@@ -51,6 +51,24 @@ def test_rows_in_parts_get_what_they_get_at_once(
     logits = hidden @ table
     logits[..., 4] = -np.inf
     np.testing.assert_array_equal(whole.likeliest, logits.argmax(-1))
+
+
+def test_greedy_head_offers_what_logits_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of the kernel, whose plain form runs here: hidden ids, a tie, several parts."""
+    rng = np.random.default_rng(1)
+    hidden = rng.standard_normal((5, 6, 7)).astype(np.float32)
+    table = rng.standard_normal((7, 23)).astype(np.float32)
+    table[:, 15] = table[:, 9] = 3 * table[:, 9]
+    rows = [SamplingParams()] * 5
+    want, _ = proposals(hidden, table, rows, mask_token_id=4, tokenizer_vocab_size=21)
+    monkeypatch.setattr(head, "has_greedy_head", lambda *_: True)
+    monkeypatch.setattr(head, "MAX_POSITIONS", 13)
+    got, _ = proposals(hidden, table, rows, mask_token_id=4, tokenizer_vocab_size=21)
+    for name in ("tokens", "likeliest"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    assert (want.tokens == 9).any()
+    for name in ("confidence", "entropy", "logprob"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=1e-6)
 
 
 def test_logits_of_a_whole_batch_are_never_in_memory() -> None:

@@ -120,9 +120,10 @@ def case(name: str) -> tuple[jax.Array, list[Any], list[Any]]:
 
 
 CUTS = {
-    "through-transposes": {},
-    "in-place": {"is_direct": True, "is_ordered": True},
-    "whole": {"is_direct": True, "slack": 8, "splits_tails": True, "waits_ahead": True},
+    "through-transposes": {"is_direct": False, "slack": -1},
+    "in-place": {"slack": -1, "is_ordered": True, "lists_units": True},
+    "whole": {"slack": 8, "splits_tails": True, "waits_ahead": True},
+    "default": {},
 }
 
 
@@ -152,7 +153,7 @@ def test_log_sum_exp_and_importance(name: str) -> None:
     want, heights = plainly_all(reference.segment_attention, q, clean, with_lse=True)
     rows = q.shape[1] * (q.shape[2] // clean[0].k.shape[1])
     tiles = tiles_for(rows, q.shape[3], 132)
-    for cut in (tiles, tiles._replace(is_direct=True)):
+    for cut in (tiles, tiles._replace(is_direct=False)):
         kernel = jax.jit(functools.partial(segment_attention, tiles=cut, with_lse=True))
         out, lse = kernel(q, spoiled)
         assert_close(out, want)
@@ -233,13 +234,13 @@ def test_append_kv(place: str) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 100, 256])
 @pytest.mark.parametrize("columns", [320, 4096])
 def test_skinny_matmul(rows: int, columns: int) -> None:
-    from pallas_kernels.hopper.skinny_matmul import matmul, vocabulary
+    from pallas_kernels.hopper.skinny_matmul import greedy_head, matmul
 
     x, w = draw(1, rows, 1024), draw(2, 1024, columns)
     got = jax.jit(matmul)(x, w)
     assert_close(got, plainly(jnp.matmul, x, w))
     x = x * 0.2
-    head = jax.jit(functools.partial(vocabulary, mask_id=3, end=columns - 30))(x, w)
+    head = jax.jit(functools.partial(greedy_head, mask_id=3, end=columns - 30))(x, w)
     logits = np.asarray(plainly(jnp.matmul, x, w), np.float64)
     logits[:, 3] = logits[:, columns - 30 :] = -np.inf
     top = logits.max(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -90,6 +91,16 @@ def test_other_functions_have_kernels() -> None:
     entries = shape(2, 2, 40, dtype=jnp.int32)
     assert takes_kernel(pallas_kernels.gather_rows, cache, index, entries)
     assert takes_kernel(pallas_kernels.append_kv, cache, shape(2, 2, 4, 64), index, index)
+    head = functools.partial(pallas_kernels.greedy_head, mask_id=3, end=250)
+    assert takes_kernel(head, shape(40, 128), shape(128, 256))
+    assert not takes_kernel(head, shape(257, 128), shape(128, 256))
+    assert not takes_kernel(head, shape(40, 96), shape(96, 256))
+    assert takes_kernel(
+        functools.partial(pallas_kernels.key_importance, pooling="max"),
+        q,
+        shape(2, 32, 8, dtype=jnp.float32),
+        Segment(cache, cache, index, index),
+    )
     tables = shape(2, 4, dtype=jnp.int32)
     pages = shape(9, 2, 64, 64)
     assert takes_kernel(pallas_kernels.paged_attention, q, pages, pages, tables, index)

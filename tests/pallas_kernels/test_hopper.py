@@ -77,7 +77,7 @@ def test_attention_in_place() -> None:
     segments = [Segment(k, v, ints(1, 0), ints(70, 3)), own]
     q = draw(7, 2, 16, 6, 64)
     options = {"is_direct": True, "is_ordered": True, "splits_tails": True}
-    cut = Tiles(2, 64, 2, True, 3, **options)
+    cut = Tiles(2, 64, 2, True, 3, lists_units=True, **options)
     kernel = functools.partial(block_attention.segment_attention, interpret=tiles.interpreter())
     got = jax.jit(functools.partial(kernel, tiles=cut))(q, segments)
     want, lse = reference.segment_attention(q, segments, with_lse=True)
@@ -119,13 +119,13 @@ def test_skinny_matmul(splits: int) -> None:
 
 
 @pytest.mark.slow
-def test_vocabulary() -> None:
+def test_greedy_head() -> None:
     """Hidden ids in the middle and at the end, and a tie between two tiles."""
     x, w = draw(1, 66, 128) * 0.2, draw(2, 128, 320)
     w = w.at[:, 9].multiply(4)
     w = w.at[:, 200].set(w[:, 9])
     cut = skinny_matmul.Cut(2, 128, 64, 2, 1, 2)
-    got = skinny_matmul.vocabulary(x, w, 7, 290, cut=cut, interpret=tiles.interpreter())
+    got = skinny_matmul.greedy_head(x, w, 7, 290, cut=cut, interpret=tiles.interpreter())
     logits = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     log_p = jax.nn.log_softmax(logits.at[:, 7].set(-jnp.inf).at[:, 290:].set(-jnp.inf))
     np.testing.assert_array_equal(got.token, log_p.argmax(-1))
@@ -191,7 +191,7 @@ def test_importance_lowers(dim: int, group: int, block: int) -> None:
 def test_skinny_matmul_lowers(rows: int) -> None:
     for inner, columns in ((4096, 12288), (12288, 4096), (4096, 1024)):
         lower(skinny_matmul.matmul, shape(rows, inner), shape(inner, columns))
-    head = functools.partial(skinny_matmul.vocabulary, mask_id=5, end=999)
+    head = functools.partial(skinny_matmul.greedy_head, mask_id=5, end=999)
     lower(head, shape(rows, 256), shape(256, 1024))
 
 
