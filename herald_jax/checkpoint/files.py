@@ -15,7 +15,7 @@ import jax.numpy as jnp
 INDEX_FORMAT = 1
 """Version of `params/index.json`."""
 
-_DIGEST_BYTES = 4 << 20
+_DIGEST_BYTES = 1 << 18
 
 INCOMPLETE, RETIRED = ".incomplete-", ".replaced-"
 """What the names of working folders beside a target have after its own name."""

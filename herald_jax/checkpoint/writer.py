@@ -34,7 +34,7 @@ from herald_jax.configs import ModelConfig
 from herald_jax.models import abstract_params
 
 _PACK_BYTES = 128 * 2**20
-_PIECE = 1 << 20
+_PIECE = 1 << 16
 _EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 """The bits that are all set in infinities and NaNs, and in nothing else."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
