@@ -11,11 +11,13 @@ from benchmarks import host_lane
 def test_small_run(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     host_lane.add_arguments(parser)
-    options = ["--small", "--columns", "1", "8", "--commit", "c" * 40, "--output", str(tmp_path)]
+    stages = ("matrix", "numba", "xla")
+    options = ["--small", "--threads", "1", "--columns", "1", "8", "--stages", *stages]
+    options += ["--commit", "c" * 40, "--output", str(tmp_path)]
     host_lane.main(parser.parse_args(options))
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert sorted(records) == sorted(
-        f"host_lane_{stage}_c{columns}_k2_s4096" for stage in ("numba", "xla") for columns in (1, 8)
+        f"host_lane_{stage}_c{columns}_k2_s4096_t1" for stage in stages for columns in (1, 8)
     )
     for record in records.values():
         figures, shapes = record["figures"], record["shapes"]
