@@ -265,7 +265,10 @@ def plot(arguments: argparse.Namespace, path: Path) -> None:
                 markersize=8,
                 label=f"measured, {row['shapes']['model']}, {row['device']['kind']}",
             )
-    axis.set(xlabel="variance of a block's steps (mean 8)", ylabel="steps, in those of continuous batching")
+    axis.set(
+        xlabel="variance of a block's steps (mean 8)",
+        ylabel="steps, in those of continuous batching",
+    )
     axis.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     path.parent.mkdir(parents=True, exist_ok=True)
