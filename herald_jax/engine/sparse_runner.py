@@ -53,7 +53,6 @@ from herald_jax.engine.streamed_step import streamed_step
 from herald_jax.models.attention import FreshKV
 from herald_jax.models.decoder import Params
 
-
 SERVE_SECONDS = 0.0005
 """Between two looks at a step that still runs, while entries are to come."""
 
