@@ -204,6 +204,15 @@ def test_one_flipped_bit(tiny_config, tiny_params, tmp_path):
         load_params(tmp_path / "x")
 
 
+@pytest.mark.parametrize("digests", [None, [], {}, {"0001": "00000000"}, 7])
+def test_digests_that_are_none(tiny_config, tiny_params, tmp_path, digests):
+    save(tmp_path / "x", tiny_config, tiny_params)
+    path = tmp_path / "x" / "params" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"digests": digests}))
+    with pytest.raises(CheckpointError, match="index.json"):
+        load_params(tmp_path / "x")
+
+
 def test_pack_that_the_storage_library_cannot_read(tiny_config, tiny_params, tmp_path, run_python):
     """An error that names the pack, also for a checkpoint without digests.
 

@@ -164,7 +164,8 @@ def test_python_blocks_run(run_python):
     blocks = [block for block in BLOCKS if block.language == "python"]
     for block in blocks:
         compile(block.text, f"README.md:{block.line}", "exec")
-    run_python("\n".join(block.text for block in blocks if block.is_run), timeout=600)
+    printed = run_python("\n".join(block.text for block in blocks if block.is_run), timeout=600)
+    assert printed.count("50713") >= 1, printed  # the first answer that a reader sees is right
 
 
 @pytest.mark.parametrize("words", COMMANDS)

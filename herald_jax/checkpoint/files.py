@@ -100,6 +100,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         form, packs, tensors = index["format"], index["packs"], index["tensors"]
         entries = [(e["pack"], e["shape"], jnp.dtype(e["dtype"])) for e in tensors.values()]
         known = all(pack in packs for pack, _, _ in entries)
+        # Folders of before there were digests have none at all.
+        known &= "digests" not in index or set(index["digests"]) == set(packs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). Convert again.") from error
     if form != INDEX_FORMAT or not known:

@@ -53,6 +53,7 @@ class CheckpointWriter:
 
     Example:
         >>> import tempfile
+        >>> from herald_jax.checkpoint import load_config
         >>> from herald_jax.models import random_params
         >>> config = ModelConfig(
         ...     family="demo", vocab_size=8, hidden_size=6, intermediate_size=5, num_layers=1,

@@ -99,7 +99,8 @@ def generate_bidirectional(
         "attention",
         model.attention,
         "'full' in generate_bidirectional",
-        "Use herald_jax.generate or LLM for a block-causal model.",
+        "Use herald_jax.generate or LLM for a block-causal model, herald_jax.generate_canvas for a "
+        "model of canvases.",
     )
     require(
         isinstance(cache, str) and cache in CACHES,

@@ -65,6 +65,8 @@ class CanvasSampling:
 
     def __post_init__(self) -> None:
         """Checks every field."""
+        is_list = isinstance(self.stop_token_ids, tuple | list)
+        require(is_list, "stop_token_ids", self.stop_token_ids, "a tuple or list of ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         require_int("max_tokens", self.max_tokens, 1)
         require_int("denoising_steps", self.denoising_steps, 1)
@@ -155,6 +157,13 @@ def generate_canvas(
         "'canvas' in generate_canvas",
         "Use herald_jax.generate or LLM for a block-causal model, and "
         "herald_jax.generate_bidirectional where attention is full.",
+    )
+    require(
+        isinstance(sampling, CanvasSampling),
+        "sampling",
+        sampling,
+        "a CanvasSampling",
+        "SamplingParams is for models that unmask.",
     )
     check_batch(prompts, prompt_lengths, seeds, model, sampling.max_tokens)
     for token_id in sampling.stop_token_ids:

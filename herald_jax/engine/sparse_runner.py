@@ -33,6 +33,7 @@ from herald_jax.decoding.layer_prefill import KnownKeys
 from herald_jax.decoding.propose import ProposalSpec
 from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, SlotOutput
 from herald_jax.engine.host_retrieval import HostRetrieval
+from herald_jax.engine.kept import KeptOnDevice
 from herald_jax.engine.kept_prompts import KeptPrompts
 from herald_jax.engine.lane import LaneError
 from herald_jax.engine.layerwise_retrieval import LayerwiseRetrieval, WalkStart
@@ -113,6 +114,7 @@ class SparseRunner:
         self._arrays = SlotArrays(config, shape.rows)
         self._shares = share_prefixes
         self._kept = KeptPrompts(self.programs.prefill.chunk_tokens)
+        self._small = KeptOnDevice()
         self._reused_tokens = 0
         self.retrieval: Retrieval
         if shape.has_device_store:
@@ -304,13 +306,13 @@ class SparseRunner:
 
         The dense layers run whole: their pages may be others' by now, and they are few.
         """
-        found = self._kept.match(prompt)
+        while (found := self._kept.match(prompt)) is not None:
+            if self.retrieval.has_prompt(found.row):
+                break
+            # Other rows' entries are taken meanwhile: the lane may need the room they hold.
+            self.retrieval.wait()
+            self._poll()
         if found is None:
-            return None
-        try:
-            self.retrieval.settle(found.row)
-        except LaneError:
-            self._kept.drop(found.row)
             return None
         self._reused_tokens += found.tokens
         dense = self._shape.dense_layers
@@ -366,9 +368,12 @@ class SparseRunner:
         width = min(row_bucket(len(asks), self.max_rows), size) if asks else 0
         ahead = np.full(width, self.max_rows, np.int32)
         ahead[: len(asks)] = [ask.row for ask in asks]
-        slots = self._decode_slots(decode, limits, size)
-        begins = self._arrays.starts(starts) if starts else self._arrays.no_starts
-        args = (*self._arguments(begins, slots), ahead, options)
+        on_device = self._small
+        slots = on_device("decode slots", self._decode_slots(decode, limits, size))
+        begins = on_device("no starts", self._arrays.no_starts)
+        if starts:
+            begins = self._arrays.starts(starts)
+        args = (*self._arguments(begins, slots), ahead, on_device("options", options))
         self._cache, self._states, output, queries = self.programs.step(spec, *args)(*args)
         if asks:
             if self.programs.lookahead.is_on_host:

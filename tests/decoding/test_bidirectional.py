@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from herald_jax import LLM, ConfigError, ModelConfig, SamplingParams, generate
+from herald_jax import LLM, CacheConfig, ConfigError, ModelConfig, SamplingParams, generate
 from herald_jax.decoding.bidirectional import CACHES, generate_bidirectional
 from herald_jax.decoding.generate import pad_prompts
 from herald_jax.models import random_params
@@ -291,4 +291,4 @@ def test_block_decoding_says_what_to_use_instead() -> None:
         LLM.from_params(LLADA, params_of("llada"))
     shifted = dataclasses.replace(LLADA, attention="block_causal", shifts_predictions=True)
     with pytest.raises(ConfigError, match=r"shifts_predictions=True.*herald_jax\.generate"):
-        LLM.from_params(shifted, params_of("llada"))
+        LLM.from_params(shifted, params_of("llada"), cache=CacheConfig())

@@ -242,6 +242,8 @@ def test_what_is_refused(params: Any, tiny_config: ModelConfig, tiny_params: Any
     with pytest.raises(ConfigError, match="stop_token_ids"):
         options = dataclasses.replace(SAMPLING, stop_token_ids=(53,))
         generate_canvas(params, *batch, model=MODEL, sampling=options)
+    with pytest.raises(ConfigError, match="a tuple or list of ids"):
+        CanvasSampling(stop_token_ids=5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="canvas"):
         dataclasses.replace(MODEL, attention="full", mask_token_id=3)
     assert canvas_module.CanvasSampling(max_tokens=1).temperature(jnp.int32(0)) == 0.8

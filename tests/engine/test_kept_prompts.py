@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 
 from herald_jax import LLM, CacheConfig, SamplingParams
+from herald_jax.cache.shape import SparseShape
 from herald_jax.engine import sparse_compiled
 from herald_jax.engine.kept_prompts import KeptPrompts, KnownPrefix
+from herald_jax.engine.lane_jobs import Recall
 from tests.engine.sparse_engines import make_llm, params
 
 CHUNK = 64
@@ -79,6 +83,23 @@ def test_a_prompt_that_did_not_reach_the_host_is_not_taken_over() -> None:
     runner.retrieval._pool.write = write
     assert texts(llm, PROMPTS[2:]) == texts(make_llm(CACHES[0]), PROMPTS[2:])
     assert taken_over(llm) == 0
+
+
+def test_a_prompt_on_its_way_is_waited_for_while_recalls_need_room(monkeypatch: Any) -> None:
+    """Kind of fault: a thread waits for work that is stuck behind what only it can take."""
+    monkeypatch.setattr(SparseShape, "staging_slots", lambda *_: 1)
+    llm = make_llm(CACHES[0])
+    lane = cast(Any, llm.engine.runner).retrieval._lane
+    lane._before_job = lambda job: time.sleep(0.05) if isinstance(job, Recall) else None
+    sampling = [
+        SamplingParams(max_tokens=48 if at == 0 else 12 + at % 5 * 4, seed=at, ignore_eos=True)
+        for at in range(14)
+    ]
+    done = threading.Thread(target=lambda: llm.generate([FIRST] * 14, sampling), daemon=True)
+    done.start()
+    done.join(120)
+    assert not done.is_alive()
+    assert taken_over(llm) > 0
 
 
 def test_the_longest_run_of_equal_whole_chunks_counts() -> None:

@@ -95,7 +95,7 @@ def test_the_masks_of_the_next_block_see_the_draft_of_this_one(length: int) -> N
 
     runner.programs.step = spy  # type: ignore[method-assign]
     runner.dispatch(plan(1, prompt, 8), options)
-    block, _, draft = before[0]  # after step 0, which the prefill made
+    block, draft = before[0].block, before[0].draft  # after step 0, which the prefill made
     drafted = np.where(block.is_masked, draft, block.tokens).tolist()
     assert block.is_masked.sum() in (1, 2, 3) and CONFIG.mask_token_id not in drafted
     assert drafted[: length % BLOCK] == prompt[length - length % BLOCK :]
