@@ -87,10 +87,15 @@ def config(shape: model.Shape) -> dict:
 
 def write(params: dict, shape: model.Shape, folder: Path) -> None:
     """model.safetensors, config.json and generation_config.json."""
+    write_folder(to_hf(params), config(shape), folder)
+
+
+def write_folder(tensors: dict, description: dict, folder: Path) -> None:
+    """The same files, from tensors and a config that are in their final form."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(to_hf(params), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     generation = {"eos_token_id": [EOS], "pad_token_id": PAD, "mask_token_id": MASK}
-    for name, content in (("config", config(shape)), ("generation_config", generation)):
+    for name, content in (("config", description), ("generation_config", generation)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -1,15 +1,14 @@
 """Writes the tiny LLaDA's parameters as a checkpoint under the names of LLaDA-8B, in bfloat16."""
 
-import json
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from examples.train_tiny import model
-from examples.train_tiny.export import BF16
+from examples.train_tiny.export import BF16, write_folder
 from examples.train_tiny.tokenizer import ASSETS as TINY_SDAR
 from examples.train_tiny.tokenizer import EOS, MASK, PAD
 
@@ -89,10 +88,6 @@ def config(shape: model.Shape) -> dict:
 
 def write(params: dict, shape: model.Shape, folder: Path) -> None:
     """model.safetensors, configs and the tokenizer, which is that of `assets/tiny-sdar`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(to_hf(params), folder / "model.safetensors", metadata={"format": "pt"})
-    generation = {"eos_token_id": [EOS], "pad_token_id": PAD, "mask_token_id": MASK}
-    for name, content in (("config", config(shape)), ("generation_config", generation)):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_folder(to_hf(params), config(shape), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TINY_SDAR / name, folder / name)

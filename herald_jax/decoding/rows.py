@@ -79,7 +79,7 @@ class RowStates(NamedTuple):
         """The states with fresh blocks in the rows that begin."""
         fresh = BlockState.start(starts.index, starts.tokens, starts.is_masked)
         return self._replace(
-            block=_choose(starts.is_started, fresh, self.block),
+            block=choose_blocks(starts.is_started, fresh, self.block),
             is_stopped=self.is_stopped & ~starts.is_started,
         )
 
@@ -92,7 +92,9 @@ class RowStates(NamedTuple):
         return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), self, new)
 
 
-def _choose(condition: Bool[Array, " M"], new: BlockState, old: BlockState) -> BlockState:
+def choose_blocks(condition: Bool[Array, " M"], new: BlockState, old: BlockState) -> BlockState:
+    """The blocks of `new` where the condition holds, else those of `old`."""
+
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
@@ -148,7 +150,7 @@ class RunningSlots(NamedTuple):
         all_masked = jnp.ones_like(after.is_masked)
         following = BlockState.start(after.index + 1, jnp.zeros_like(after.tokens), all_masked)
         moved = before._replace(
-            block=_choose(self.is_committing, following, after),
+            block=choose_blocks(self.is_committing, following, after),
             is_stopped=before.is_stopped | (self.is_committing & has_stop),
             draft=draft,
         )

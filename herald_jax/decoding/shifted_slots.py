@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from herald_jax.cache.paged import PagedCache, PagedPass
+from herald_jax.cache.paged import PagedCache
 from herald_jax.decoding.propose import ProposalSpec
-from herald_jax.decoding.rows import DecodeSlots, RowStarts, RowStates, RunningSlots, SlotOutput
+from herald_jax.decoding.rows import (
+    DecodeSlots,
+    RowStarts,
+    RowStates,
+    RunningSlots,
+    SlotOutput,
+    choose_blocks,
+)
 from herald_jax.decoding.shifted import FirstToken, first_token, shift_right
-from herald_jax.decoding.slots import PrefillSlots
-from herald_jax.decoding.steps import BlockState, DecodingOptions, commit, offer_from
+from herald_jax.decoding.slots import PrefillSlots, run_blocks
+from herald_jax.decoding.steps import DecodingOptions, commit, offer_from
 from herald_jax.models.decoder import Decoder
 
 
@@ -36,20 +43,10 @@ def run_shifted_slots(
     spec: ProposalSpec,
 ) -> tuple[PagedCache, RowStates, SlotOutput]:
     """One pass over all slots, with the arguments of `run_slots`; the states have `ahead`."""
-    config = decoder.config
-    block_length = config.block_length
     states = states.begin(starts)
     running = RunningSlots.of(states, decode)
     block = running.block
-
-    index = jnp.concatenate([block.index, prefill.index])
-    tokens = jnp.concatenate([block.inputs(config.mask_token_id), prefill.tokens])
-    slot_rows = jnp.concatenate([decode.rows, prefill.rows])
-    is_written = jnp.concatenate([running.is_running, prefill.rows < tables.shape[0]])
-    slot_tables = jnp.take(tables, slot_rows, axis=0, mode="clip")
-    slots = PagedPass(cache, slot_tables, index, is_written, block_length)
-    positions = (index * block_length)[:, None] + jnp.arange(block_length)
-    hidden, _ = decoder(tokens, positions, slots.attend)
+    hidden, cache = run_blocks(decoder, cache, tables, running, decode, prefill)
 
     count = decode.rows.shape[0]
     ahead = _after_prompts(decoder, hidden[count:], prefill, states)
@@ -57,15 +54,15 @@ def run_shifted_slots(
     # After a commit the first position is never masked, so where it is the prompt is before it.
     is_waiting = block.is_masked[:, 0] & (block.index > 0)
     proposal = offer_from(decoder, shift_right(hidden[:count]), block, options, spec)
-    after = commit(config, proposal, block, options)
-    after = _choose(is_waiting, own_ahead.begin(block), after)
+    after = commit(decoder.config, proposal, block, options)
+    after = choose_blocks(is_waiting, own_ahead.begin(block), after)
 
     states, output = running.finish(states, after, None)
     moved = states.take(decode.rows)
     following = first_token(decoder, hidden[:count]).begin(moved.block)
-    moved = moved._replace(block=_choose(running.is_committing, following, moved.block))
+    moved = moved._replace(block=choose_blocks(running.is_committing, following, moved.block))
     states = states.put(decode.rows, moved)._replace(ahead=ahead)
-    return slots.cache, states, output
+    return cache, states, output
 
 
 def _after_prompts(
@@ -80,10 +77,3 @@ def _after_prompts(
     rows = jnp.where(is_newest, prefill.rows, states.is_stopped.shape[0])
     found = first_token(decoder, hidden)
     return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), states.ahead, found)
-
-
-def _choose(condition: Bool[Array, " M"], new: BlockState, old: BlockState) -> BlockState:
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(choose, new, old)

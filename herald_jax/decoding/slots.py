@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from herald_jax.cache.paged import PagedCache, PagedPass
 from herald_jax.decoding.propose import ProposalSpec
@@ -54,12 +54,27 @@ def run_slots(
         options: Options of the decode slots' rows, in their order.
         spec: Static facts of the decode slots.
     """
-    config = decoder.config
-    block_length = config.block_length
     states = states.begin(starts)
     running = RunningSlots.of(states, decode)
-    block = running.states.block
+    hidden, cache = run_blocks(decoder, cache, tables, running, decode, prefill)
+    own = hidden[: decode.rows.shape[0]]
+    proposal = offer_from(decoder, own, running.block, options, spec)
+    after = commit(decoder.config, proposal, running.block, options)
+    states, output = running.finish(states, after, None)
+    return cache, states, output
 
+
+def run_blocks(
+    decoder: Decoder,
+    cache: PagedCache,
+    tables: Int[Array, "R W"],
+    running: RunningSlots,
+    decode: DecodeSlots,
+    prefill: PrefillSlots,
+) -> tuple[Float[Array, "M B E"], PagedCache]:
+    """Hidden states of the decode slots' blocks, then of the prompts', and the cache after them."""
+    config, block = decoder.config, running.states.block
+    block_length = config.block_length
     index = jnp.concatenate([block.index, prefill.index])
     tokens = jnp.concatenate([block.inputs(config.mask_token_id), prefill.tokens])
     slot_rows = jnp.concatenate([decode.rows, prefill.rows])
@@ -68,9 +83,4 @@ def run_slots(
     slots = PagedPass(cache, slot_tables, index, is_written, block_length)
     positions = (index * block_length)[:, None] + jnp.arange(block_length)
     hidden, _ = decoder(tokens, positions, slots.attend)
-
-    own = hidden[: decode.rows.shape[0]]
-    proposal = offer_from(decoder, own, running.block, options, spec)
-    after = commit(config, proposal, running.block, options)
-    states, output = running.finish(states, after, None)
-    return slots.cache, states, output
+    return hidden, slots.cache
